@@ -1,0 +1,17 @@
+// Integer names and the opaque tensor map: all that these kernels need from a header, so that they
+// compile with no header installed (and in about 0.1 s).
+#pragma once
+
+using uint8_t = unsigned char;
+using int32_t = int;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+
+#define DEVICE __device__ __forceinline__
+
+// CUtensorMap of cuda.h: 128 opaque bytes, filled by cuTensorMapEncodeTiled on the host.
+struct alignas(128) TensorMap {
+    uint64_t opaque[16];
+};
