@@ -81,6 +81,19 @@ def check_dense(
     return Problem("dense", m, n, k, str(device), a_stride, b_stride, d_stride, sfb_strides)
 
 
+def check_compiled_dims(compiled_dims: Any) -> None:
+    """Check upstream's performance knob: some of the letters m, n, k; it changes no result here."""
+    if not isinstance(compiled_dims, str):
+        raise TypeError(
+            f"compiled_dims is a {type(compiled_dims).__name__}, expected a str out of the letters "
+            f"m, n, k; leave it out"
+        )
+    if not set(compiled_dims.lower()) <= set("mnk"):
+        raise ValueError(
+            f"compiled_dims is {compiled_dims!r}, expected only the letters m, n, k; leave it out"
+        )
+
+
 def check_addresses(
     a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor, d: torch.Tensor
 ) -> None:
@@ -251,7 +264,10 @@ def _check_shapes(
     num_n_blocks = -(-n // BLOCK_K)
     _check_scale_shape("a", sfa, (m, num_k_blocks), f"(m, ceil(k / 128)) for m = {m}, k = {k}")
     _check_scale_shape(
-        "b", sfb, (num_n_blocks, num_k_blocks), f"(ceil(n / 128), ceil(k / 128)) for n = {n}, k = {k}"
+        "b",
+        sfb,
+        (num_n_blocks, num_k_blocks),
+        f"(ceil(n / 128), ceil(k / 128)) for n = {n}, k = {k}",
     )
     return m, n, k
 
@@ -262,9 +278,7 @@ def _check_scale_shape(
     got = tuple(scales.shape)
     if got != expected:
         # never swapped silently: a square scale matrix could not be told apart
-        remedy = (
-            f"pass sf{name}.t()" if got == expected[::-1] else f"{_QUANTISER[name]} makes it"
-        )
+        remedy = f"pass sf{name}.t()" if got == expected[::-1] else f"{_QUANTISER[name]} makes it"
         raise ValueError(f"sf{name} has shape {got}, expected {expected} = {meaning}; {remedy}")
 
 
@@ -301,7 +315,8 @@ def _check_row_stride(name: str, tensor: torch.Tensor, multiple: int, remedy: st
         return width
     if width > 1 and tensor.stride(1) != 1:
         raise ValueError(
-            f"{name} has strides {tensor.stride()}, expected stride 1 in the last dimension; {remedy}"
+            f"{name} has strides {tensor.stride()}, expected stride 1 in the last dimension; "
+            f"{remedy}"
         )
     if rows == 1:
         return width

@@ -60,20 +60,195 @@ def fp8_gemm_nt(
         ValueError, TypeError: an argument does not fit; the text says which, why and what to do.
         NotImplementedError: a recipe, dtype or GPU that is not supported.
     """
-    a_data, sfa = a
-    b_data, sfb = b
-    key = (
-        a_data.data_ptr(), a_data.shape, a_data.stride(), a_data.dtype,
-        sfa.data_ptr(), sfa.shape, sfa.stride(), sfa.dtype,
-        b_data.data_ptr(), b_data.shape, b_data.stride(), b_data.dtype,
-        sfb.data_ptr(), sfb.shape, sfb.stride(), sfb.dtype,
-        d.data_ptr(), d.shape, d.stride(), d.dtype, d.device,
-        c, recipe and tuple(recipe), recipe_a and tuple(recipe_a), recipe_b and tuple(recipe_b),
-        compiled_dims, settings.epoch,
-    )  # fmt: skip
+    key = _key(a, b, d) + (c is None, recipe and tuple(recipe), recipe_a and tuple(recipe_a),
+                           recipe_b and tuple(recipe_b), compiled_dims)  # fmt: skip
     launch = _launches.get(key)
     if launch is not None:
         launch()
         return
     checks.check_compiled_dims(compiled_dims)
     problem = checks.check_dense(a, b, d, c, recipe, recipe_a, recipe_b)
+    if _finished_without_launch(problem, a, b, d):
+        return
+    sfa = layout.native_sfa(a[1], problem.m, problem.k)
+    launch = _prepare(problem, (a[0], sfa), b, d, None)
+    launch()
+    if sfa is a[1]:  # a transposed copy has another address the next time
+        _remember(key, launch)
+
+
+def fp8_gemm_nn(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Recipe = None,
+    recipe_b: Recipe = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """D = A @ B: `fp8_gemm_nt` with B as [k, n] and its scales as [ceil(k / 128), ceil(n / 128)].
+
+    FP8 operands of Hopper's tensor cores are K-major, so B has to be the transposed view of
+    contiguous [n, k] data (and so may its scales be).
+    """
+    options = c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
+    fp8_gemm_nt(a, _transposed(b), d, *options)
+
+
+def fp8_gemm_tn(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Recipe = None,
+    recipe_b: Recipe = None,
+    compiled_dims: str = "mn",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """D = A.T @ B: `fp8_gemm_nt` with A as [k, m] and B as [k, n], both transposed views."""
+    options = c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
+    fp8_gemm_nt(_transposed(a), _transposed(b), d, *options)
+
+
+def fp8_gemm_tt(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Recipe = None,
+    recipe_b: Recipe = None,
+    compiled_dims: str = "mn",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """D = A.T @ B.T: `fp8_gemm_nt` with A as [k, m], a transposed view."""
+    options = c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
+    fp8_gemm_nt(_transposed(a), b, d, *options)
+
+
+def run_dense(a: Pair, b: Pair, d: torch.Tensor, config: KernelConfig) -> None:
+    """`fp8_gemm_nt` with an explicit kernel config, for experiments; CUDA tensors only.
+
+    Raises:
+        ValueError: also when `config` does not fit into shared memory.
+    """
+    problem = checks.check_dense(a, b, d, None, None, None, None)
+    if not _finished_without_launch(problem, a, b, d):
+        sfa = layout.native_sfa(a[1], problem.m, problem.k)
+        _prepare(problem, (a[0], sfa), b, d, config)()
+
+
+def _key(a: Pair, b: Pair, d: torch.Tensor) -> tuple[Any, ...]:
+    (a_data, sfa), (b_data, sfb) = a, b
+    return (
+        a_data.data_ptr(), a_data.shape, a_data.stride(), a_data.dtype,
+        sfa.data_ptr(), sfa.shape, sfa.stride(), sfa.dtype,
+        b_data.data_ptr(), b_data.shape, b_data.stride(), b_data.dtype,
+        sfb.data_ptr(), sfb.shape, sfb.stride(), sfb.dtype,
+        d.data_ptr(), d.shape, d.stride(), d.dtype, d.device, settings.epoch,
+    )  # fmt: skip
+
+
+def _remember(key: tuple[Any, ...], launch: Launch) -> None:
+    if len(_launches) >= _MAX_LAUNCHES:
+        _launches.clear()
+    _launches[key] = launch
+
+
+def _transposed(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scales = pair
+    return data.transpose(-1, -2), scales.transpose(-1, -2)
+
+
+class _Args(ctypes.Structure):
+    """`struct fp8_gemm_1d2d_args` of the kernel; the tail is what its alignment of 128 adds."""
+
+    _fields_ = (
+        ("_tensor_maps", ctypes.c_uint8 * (7 * TENSOR_MAP_BYTES)),
+        ("sfb", ctypes.c_uint64),
+        ("sfb_stride_n", ctypes.c_uint32),
+        ("sfb_stride_k", ctypes.c_uint32),
+        ("shape_m", ctypes.c_uint32),
+        ("shape_n", ctypes.c_uint32),
+        ("shape_k", ctypes.c_uint32),
+        ("raster_m", ctypes.c_uint32),
+        ("_tail", ctypes.c_uint8 * 96),
+    )
+
+    def __init__(self, tensor_maps: bytes, **scalars: int) -> None:
+        super().__init__(**scalars)
+        ctypes.memmove(ctypes.addressof(self), tensor_maps, len(tensor_maps))
+
+
+def _finished_without_launch(problem: Problem, a: Pair, b: Pair, d: torch.Tensor) -> bool:
+    """Deal with empty problems and the reference backend."""
+    if problem.m == 0 or problem.n == 0:
+        return True
+    if problem.k == 0:
+        d.zero_()
+        return True
+    if d.device.type == "cpu" or settings.backend == "reference":
+        reference.gemm_nt(a[0], a[1], b[0], b[1], d)
+        return True
+    return False
+
+
+def _prepare(
+    problem: Problem, a: Pair, b: Pair, d: torch.Tensor, config: KernelConfig | None
+) -> Launch:
+    """Plan, compile or find the kernel, and pack its arguments; scales of A are native here."""
+    device_index = d.device.index
+    num_sms = settings.num_sms or driver.device_properties(device_index)[0]
+    gemm_plan = plan.make_plan(problem, num_sms, settings.pdl, config)
+    if settings.print_configs:
+        print(f"{problem}\n  -> {gemm_plan}")
+    kernel = jit.load_kernel("fp8_gemm_1d2d", gemm_plan.kernel.constants())
+    args = _make_args(problem, gemm_plan, a[0], a[1], b[0], b[1], d)
+    return Launch(kernel, gemm_plan.launch, args, device_index)
+
+
+def _make_args(
+    problem: Problem,
+    gemm_plan: GemmPlan,
+    a: torch.Tensor,
+    sfa: torch.Tensor,
+    b: torch.Tensor,
+    sfb: torch.Tensor,
+    d: torch.Tensor,
+) -> _Args:
+    config, m, n, k = gemm_plan.kernel, problem.m, problem.n, problem.k
+    k_blocks = -(-k // BLOCK_K)
+    sfa_stride = sfa.stride(1) if k_blocks > 1 else -(-m // 4) * 4
+    a_rows, b_rows = config.block_m // config.cluster_n, config.block_n // config.cluster_m
+    maps = [
+        # one map for whole tiles, one for those at the edge (the kernel tells why)
+        *(
+            make_tensor_map(a.data_ptr(), "uint8", (m, k), problem.a_stride, (rows, BLOCK_K), 128)
+            for rows in (a_rows, m % a_rows or a_rows)
+        ),
+        *(
+            make_tensor_map(b.data_ptr(), "uint8", (n, k), problem.b_stride, (rows, BLOCK_K), 128)
+            for rows in (b_rows, n % b_rows or b_rows)
+        ),
+        *(
+            make_tensor_map(sfa.data_ptr(), "float32", (k_blocks, m), sfa_stride, (1, rows), 0)
+            for rows in (config.block_m, -(-(m % config.block_m) // 4) * 4 or config.block_m)
+        ),
+        make_tensor_map(
+            d.data_ptr(), "bfloat16", (m, n), problem.d_stride, (16, config.slab_n),
+            config.slab_n * 2,
+        ),
+    ]  # fmt: skip
+    return _Args(
+        tensor_maps=b"".join(maps),
+        sfb=sfb.data_ptr(),
+        sfb_stride_n=problem.sfb_strides[0],
+        sfb_stride_k=problem.sfb_strides[1],
+        shape_m=m,
+        shape_n=n,
+        shape_k=k,
+        raster_m=gemm_plan.raster_m,
+    )

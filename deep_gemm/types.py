@@ -38,6 +38,7 @@ class KernelConfig:
     num_stages: int  # stages of the TMA pipeline
     cluster_m: int = 1  # CTAs side by side along M: they share, and multicast, B
     cluster_n: int = 1  # CTAs side by side along N: they share, and multicast, A
+    num_partials: int = 1  # wgmma results in flight per consumer warpgroup, 1 to 4
     slab_n: int = 64  # columns of a staging slab of D (16, 32 or 64): 16 rows, one TMA store
     num_d_slabs: int = 2  # staging slabs of D per consumer warp, used as a ring
 
@@ -52,7 +53,7 @@ class KernelConfig:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage<Config>)``, which the kernel asserts."""
-        stage = (self.block_m + self.block_n) * BLOCK_K + self.block_m * 4 + 2 * 8
+        stage = (self.block_m + self.block_n) * BLOCK_K + self.block_m * 4 + 2 * 4 + 2 * 8
         staging = 4 * self.num_consumers * self.num_d_slabs * 16 * self.slab_n * 2
         return -(-(self.num_stages * stage + staging) // 1024) * 1024
 
@@ -80,4 +81,4 @@ class GemmPlan:
     kernel: KernelConfig
     launch: LaunchConfig
     raster_m: int  # height of a raster band in clusters
-    predicted_us: float
+    predicted_us: float | None  # None: the config was given, not chosen

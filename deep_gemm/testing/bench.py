@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from deep_gemm.config import settings
+
 _L2_FLUSH_BYTES = 512 << 20  # several times any GPU's L2
 
 
@@ -37,7 +39,7 @@ def bench(
         fn()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / num_tests / 1e3
+    return float(start.elapsed_time(end)) / num_tests / 1e3
 
 
 def bench_kineto(
@@ -76,7 +78,7 @@ def bench_kineto(
             fn()
         torch.cuda.synchronize()
 
-    if any(os.environ.get(name) == "1" for name in ("DG_USE_NVIDIA_TOOLS", "DG_NSYS_PROFILING")):
+    if settings.use_nvidia_tools:
         run()
         seconds = [1.0] * len(names)
     else:
@@ -98,7 +100,9 @@ def kernel_durations(events: Iterable[Any]) -> dict[str, list[float]]:
     """Seconds of every launch by full kernel name, from the profiler's event objects."""
     durations = defaultdict(list)
     for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+        if event.device_type.name == "CUDA" and not getattr(
+            event, "is_user_annotation", False
+        ):
             durations[event.name].append(event.time_range.elapsed_us() * 1e-6)
     return durations
 
@@ -107,7 +111,9 @@ def mean_duration(durations: dict[str, list[float]], name: str, several: bool = 
     """Mean of the launches whose kernel name contains `name`; `several` kernels may match."""
     matches = [kernel for kernel in durations if name in kernel]
     if not matches:
-        raise RuntimeError(f"no kernel named {name!r} ran; these did: {sorted(durations) or 'none'}")
+        raise RuntimeError(
+            f"no kernel named {name!r} ran; these did: {sorted(durations) or 'none'}"
+        )
     if len(matches) > 1 and not several:
         raise RuntimeError(
             f"{name!r} matches {len(matches)} kernels, expected one: {sorted(matches)}; "

@@ -101,7 +101,9 @@ def _relative_errors(
     num_columns = -(-out.shape[1] // TILE)
     padding = num_columns * TILE - out.shape[1]
     squares, energies = [], []
-    for out_rows, ref_rows in zip(out.split(TILE), ref.split(TILE), strict=True):  # small temporaries
+    for out_rows, ref_rows in zip(
+        out.split(TILE), ref.split(TILE), strict=True
+    ):  # small temporaries
         x, y = _finite(out_rows), _finite(ref_rows)
         pair = torch.stack((_difference(x, y, out.dtype).square(), x.square() + y.square()))
         pair = torch.nn.functional.pad(pair, (0, padding)).view(2, len(x), num_columns, TILE)

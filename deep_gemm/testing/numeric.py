@@ -38,7 +38,9 @@ def assert_bitwise_equal(x: torch.Tensor, y: torch.Tensor, label: str = "tensors
             f"{label}: {x.dtype} {tuple(x.shape)} against {y.dtype} {tuple(y.shape)}"
         )
     width = x.element_size()
-    x_bytes, y_bytes = (t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (x, y))
+    x_bytes, y_bytes = (
+        t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (x, y)
+    )
     different = (x_bytes != y_bytes).any(dim=1)
     if different.any():
         first = int(different.int().argmax())

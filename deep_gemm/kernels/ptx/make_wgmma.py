@@ -23,10 +23,13 @@ DEVICE void wgmma_commit_group() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Returns once all but the newest `pending` groups of this warpgroup have completed.
-template <int pending>
-DEVICE void wgmma_wait_group() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+// Returns once all but the newest `pending` groups of this warpgroup have completed; `pending` is a
+// constant at every call, so only one of the branches is compiled.
+DEVICE void wgmma_wait_group(int pending) {
+    if (pending == 0) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (pending == 1) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+    if (pending == 2) asm volatile("wgmma.wait_group.sync.aligned 2;" ::: "memory");
+    if (pending == 3) asm volatile("wgmma.wait_group.sync.aligned 3;" ::: "memory");
 }
 
 // Keeps the compiler from moving reads or writes of wgmma registers across this point.
@@ -38,10 +41,14 @@ DEVICE void fence_registers(float (&d)[count]) {
 
 // Shared-memory matrix descriptor of a K-major tile whose rows are 128 bytes with 128-byte swizzle:
 // bits 0-13 address / 16, 16-29 leading offset (unused here: 1), 32-45 stride between groups of
-// eight rows / 16, 62-63 swizzle mode (1: 128 bytes). Adding 2 moves on by 32 bytes along K.
-DEVICE uint64_t wgmma_descriptor(uint32_t address) {
-    return (uint64_t{1} << 62) | (uint64_t{1024 / 16} << 32) | (uint64_t{1} << 16) |
-           ((address & 0x3FFFF) >> 4);
+// eight rows / 16, 62-63 swizzle mode (1: 128 bytes). The low word is a shared address in units of
+// 16 bytes, so adding 2 to it moves on by 32 bytes along K; shared memory is too small to overflow it.
+DEVICE uint32_t wgmma_descriptor_low(uint32_t address) {
+    return 1 << 16 | (address & 0x3FFFF) >> 4;
+}
+
+DEVICE uint64_t wgmma_descriptor(uint32_t low) {
+    return uint64_t{1 << 30 | 1024 / 16} << 32 | low;
 }
 
 // d[64 x N] = A[64 x 32] * B[N x 32]^T (+ d if accumulate), e4m3 operands in shared memory, float32

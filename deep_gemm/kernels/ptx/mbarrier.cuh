@@ -29,7 +29,7 @@ DEVICE void mbarrier_arrive_cluster(uint32_t barrier, uint32_t cta_rank) {
         "{\n"
         "    .reg .b32 remote;\n"
         "    mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "    mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "    mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
         "}" ::"r"(barrier),
         "r"(cta_rank)
         : "memory");

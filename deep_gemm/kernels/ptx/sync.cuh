@@ -13,6 +13,20 @@ DEVICE void pin(uint32_t& value) {
     asm volatile("" : "+r"(value));
 }
 
+// True in one lane of the (converged) warp. The compiler knows that it is one, and issues TMA without
+// the loop over active lanes that it needs after an ordinary comparison of the lane index.
+DEVICE bool elect_one() {
+    uint32_t elected;
+    asm volatile(
+        "{\n"
+        "    .reg .pred elected;\n"
+        "    elect.sync _|elected, 0xFFFFFFFF;\n"
+        "    selp.u32 %0, 1, 0, elected;\n"
+        "}"
+        : "=r"(elected));
+    return elected != 0;
+}
+
 // PTX ISA, "Miscellaneous Instructions: setmaxnreg".
 template <int registers>
 DEVICE void setmaxnreg_inc() {

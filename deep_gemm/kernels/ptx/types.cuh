@@ -9,7 +9,11 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 
+#ifdef __CUDACC__
 #define DEVICE __device__ __forceinline__
+#else  // tests compile the scheduler for the CPU
+#define DEVICE inline
+#endif
 
 // CUtensorMap of cuda.h: 128 opaque bytes, filled by cuTensorMapEncodeTiled on the host.
 struct alignas(128) TensorMap {

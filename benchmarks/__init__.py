@@ -1,0 +1,1 @@
+"""Measurements: `python -m benchmarks.run SUITE`; the method is in `timing.py`."""

@@ -1,0 +1,63 @@
+"""The reference backend: what the kernels compute, in PyTorch operations, on any device.
+
+    D[m, n] = bf16( sum over k-blocks b of SFA[m, b] * SFB[n / 128, b] * (A[m, b] . B[n, b]) )
+
+where A[m, b] are the 128 channels of block b. Sums are float32; the tensor core's own sum of a
+block keeps about 14 bits. A row of D depends on nothing but that row of A, its scales, and B.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deep_gemm.types import BLOCK_K
+
+_MAX_PARTIAL = 1 << 24  # elements of a temporary: rows of D are made in bands of that size
+
+
+def gemm_nt(
+    a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor, d: torch.Tensor
+) -> None:
+    """d = A @ B.T for checked operands.
+
+    Args:
+        a, b: float8_e4m3fn [m, k] and [n, k].
+        sfa, sfb: float32 [m, ceil(k / 128)] and [ceil(n / 128), ceil(k / 128)].
+        d: [m, n] of any float dtype, overwritten.
+    """
+    n = len(b)
+    sfb = _per_row(sfb, n)
+    band = max(1, _MAX_PARTIAL // max(1, n))
+    for a_band, sfa_band, d_band in zip(a.split(band), sfa.split(band), d.split(band), strict=True):
+        accum = torch.zeros(d_band.shape, dtype=torch.float32, device=d.device)
+        for block in range(sfb.shape[1]):
+            channels = slice(block * BLOCK_K, (block + 1) * BLOCK_K)
+            partial = a_band[:, channels].float() @ b[:, channels].float().t()
+            accum.addcmul_(partial, sfa_band[:, block, None] * sfb[None, :, block])
+        d_band.copy_(accum)
+
+
+def gemm_nt_f64(
+    a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor
+) -> torch.Tensor:
+    """A @ B.T in float64 [m, n], from the operands of `gemm_nt`: the oracle of the tests."""
+    return dequantize_a(a, sfa) @ dequantize_b(b, sfb).t()
+
+
+def dequantize_a(
+    a: torch.Tensor, sfa: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """FP8 [m, k] times its scales, one per row and 128 channels [m, ceil(k / 128)], in `dtype`."""
+    k = a.shape[1]
+    return a.to(dtype) * sfa.to(dtype).repeat_interleave(BLOCK_K, dim=1)[:, :k]
+
+
+def dequantize_b(
+    b: torch.Tensor, sfb: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """FP8 [n, k] times its scales, one per 128 x 128 [ceil(n / 128), ceil(k / 128)], in `dtype`."""
+    return dequantize_a(b, _per_row(sfb, len(b)), dtype)
+
+
+def _per_row(sfb: torch.Tensor, n: int) -> torch.Tensor:
+    return sfb.repeat_interleave(BLOCK_K, dim=0)[:n]
