@@ -201,7 +201,8 @@ def _prepare(
 ) -> Launch:
     """Plan, compile or find the kernel, and pack its arguments; scales of A are native here."""
     device_index = d.device.index
-    num_sms = settings.num_sms or driver.device_properties(device_index)[0]
+    available, _ = driver.device_properties(device_index)
+    num_sms = min(settings.num_sms or available, available)
     gemm_plan = plan.make_plan(problem, num_sms, settings.pdl, config)
     if settings.print_configs:
         print(f"{problem}\n  -> {gemm_plan}")

@@ -20,9 +20,8 @@ class Candidate:
     tile_us: float  # microseconds per tile beside its k-blocks: mostly the epilogue
 
 
-# The cost model. Its numbers were fitted to 88 shapes x 141 configs, timed on an H200; on these shapes
-# its choice is within 1 % of the fastest of the 141 on average, and within 7 % at worst
-# (docs/design.md, "The cost model").
+# The cost model. Its numbers were fitted to 88 shapes x 141 configs, timed on an H200; there its
+# choice is within 1 % of the fastest of the 141 on average, and within 7 % at worst (docs/design.md).
 LAUNCH_US = 2.763  # start of the kernel, filling of the pipeline
 HIDDEN = 0.285  # share of the shorter of compute and traffic that does not hide behind the longer
 DRAM_BYTES_PER_US = 4.75e6
@@ -33,13 +32,13 @@ CANDIDATES = (
     Candidate(KernelConfig(64, 48, 1, 12, num_partials=4, slab_n=16, num_d_slabs=3), 0.1018, 0.538),
     Candidate(KernelConfig(64, 64, 1, 12, num_partials=4, slab_n=64, num_d_slabs=1), 0.1016, 0.613),
     Candidate(KernelConfig(64, 128, 1, 8, num_partials=2, slab_n=64, num_d_slabs=2), 0.1706, 0.701),
-    Candidate(KernelConfig(128, 64, 2, 8, num_partials=1, slab_n=64, num_d_slabs=1), 0.1913, 0.375),
+    Candidate(KernelConfig(128, 64, 2, 8, slab_n=64, num_d_slabs=1), 0.1913, 0.375),
     Candidate(KernelConfig(128, 96, 2, 7, num_partials=2, slab_n=32, num_d_slabs=3), 0.2667, 0.589),
-    Candidate(KernelConfig(128, 128, 2, 5, num_partials=1, slab_n=64, num_d_slabs=2), 0.3354, 0.474),
-    Candidate(KernelConfig(128, 160, 2, 5, num_partials=1, slab_n=32, num_d_slabs=5), 0.4195, 0.859),
-    Candidate(KernelConfig(128, 192, 2, 5, num_partials=1, slab_n=64, num_d_slabs=1), 0.4825, 0.898),
-    Candidate(KernelConfig(192, 96, 3, 5, num_partials=1, slab_n=32, num_d_slabs=3), 0.3838, 0.681),
-    Candidate(KernelConfig(192, 128, 3, 4, num_partials=1, slab_n=64, num_d_slabs=2), 0.4691, 0.615),
+    Candidate(KernelConfig(128, 128, 2, 5, slab_n=64, num_d_slabs=2), 0.3354, 0.474),
+    Candidate(KernelConfig(128, 160, 2, 5, slab_n=32, num_d_slabs=5), 0.4195, 0.859),
+    Candidate(KernelConfig(128, 192, 2, 5, slab_n=64, num_d_slabs=1), 0.4825, 0.898),
+    Candidate(KernelConfig(192, 96, 3, 5, slab_n=32, num_d_slabs=3), 0.3838, 0.681),
+    Candidate(KernelConfig(192, 128, 3, 4, slab_n=64, num_d_slabs=2), 0.4691, 0.615),
     Candidate(KernelConfig(192, 128, 3, 4, cluster_n=2, slab_n=64, num_d_slabs=2), 0.4901, 0.571),
     Candidate(KernelConfig(256, 128, 2, 4, cluster_n=2, slab_n=64, num_d_slabs=1), 0.6869, 0.988),
 )
@@ -88,17 +87,17 @@ def make_plan(
     Raises:
         ValueError: `config` does not fit into shared memory or into `num_sms`.
     """
-    choices = [
-        (predicted_us(problem, candidate, num_sms), index, candidate.config)
-        for index, candidate in enumerate(CANDIDATES)
-        if candidate.config.cluster_size <= num_sms and config in (None, candidate.config)
-    ]
-    predicted, _, chosen = min(choices) if choices else (None, 0, config)
-    if chosen is None or chosen.smem_bytes > SMEM_LIMIT or chosen.cluster_size > num_sms:
+    if config is not None and (config.smem_bytes > SMEM_LIMIT or config.cluster_size > num_sms):
         raise ValueError(
-            f"config is {config}: it needs {chosen.smem_bytes if chosen else 0} bytes of shared memory "
-            f"and clusters of SMs, expected at most {SMEM_LIMIT} bytes and {num_sms} SMs"
+            f"config needs {config.smem_bytes} bytes of shared memory and {config.cluster_size} SMs "
+            f"for a cluster, expected at most {SMEM_LIMIT} and {num_sms}: {config}"
         )
+    predictions = {
+        candidate.config: predicted_us(problem, candidate, num_sms)
+        for candidate in CANDIDATES
+        if candidate.config.cluster_size <= num_sms
+    }
+    chosen = config or min(predictions, key=lambda choice: predictions[choice])
     clusters = min(units(problem, chosen), num_sms // chosen.cluster_size)
     launch = LaunchConfig(
         grid=clusters * chosen.cluster_size,
@@ -107,7 +106,7 @@ def make_plan(
         cluster=chosen.cluster_size,
         pdl=pdl,
     )
-    return GemmPlan(chosen, launch, max(1, RASTER_ROWS // chosen.cluster_m), predicted)
+    return GemmPlan(chosen, launch, RASTER_ROWS // chosen.cluster_m, predictions.get(chosen))
 
 
 def make_config(

@@ -39,6 +39,7 @@ def make_tensor_map(
     """
     api = driver.api()
     (rows, columns), (box_rows, box_columns) = shape, box
+    swizzle = f"{swizzle_bytes}B" if swizzle_bytes else "NONE"
     dtypes: Any = api.CUtensorMapDataType
     swizzles: Any = api.CUtensorMapSwizzle
     encoded = driver.check(
@@ -51,7 +52,7 @@ def make_tensor_map(
             [api.cuuint32_t(box_columns), api.cuuint32_t(box_rows)],
             [api.cuuint32_t(1), api.cuuint32_t(1)],
             api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle_bytes}B' if swizzle_bytes else 'NONE'}"),
+            getattr(swizzles, "CU_TENSOR_MAP_SWIZZLE_" + swizzle),
             api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),

@@ -1,4 +1,4 @@
-"""The device scheduler, compiled for the CPU and walked through: every tile once, clusters intact."""
+"""The device scheduler, compiled for the CPU: every tile once, clusters stay together."""
 
 import ctypes
 import shutil

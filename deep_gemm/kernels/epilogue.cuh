@@ -36,10 +36,12 @@ struct Epilogue {
             __syncwarp();
 #pragma unroll
             for (int c = 0; c < Config::SLAB_N / 16; ++c) {
-                const float* pair = &accum[(s * Config::SLAB_N / 8 + 2 * c) * 4];  // two 8-column groups
-                stmatrix_x4(slab + slab_offset<Config::SLAB_N>(lane_idx % 16, 2 * c + lane_idx / 16),
-                            cvt_bf16x2(pair[0], pair[1]), cvt_bf16x2(pair[2], pair[3]),
-                            cvt_bf16x2(pair[4], pair[5]), cvt_bf16x2(pair[6], pair[7]));
+                const float* pair =
+                    &accum[(s * Config::SLAB_N / 8 + 2 * c) * 4];  // two 8-column groups
+                stmatrix_x4(
+                    slab + slab_offset<Config::SLAB_N>(lane_idx % 16, 2 * c + lane_idx / 16),
+                    cvt_bf16x2(pair[0], pair[1]), cvt_bf16x2(pair[2], pair[3]),
+                    cvt_bf16x2(pair[4], pair[5]), cvt_bf16x2(pair[6], pair[7]));
             }
             fence_proxy_async_shared();
             __syncwarp();

@@ -6,8 +6,8 @@
 //   global memory --TMA--> shared memory --wgmma--> partial --promote--> accum --TMA--> global memory
 //                 producer                        consumers
 //
-// One CTA per SM stays for the whole launch ("persistent") and works through tiles of D. One thread
-// of the producer warpgroup keeps a ring of shared-memory stages filled by TMA; one to three consumer
+// One CTA per SM stays for the whole launch ("persistent") and works through tiles of D. Two
+// warps of the producer warpgroup keep a ring of shared-memory stages filled; one to three consumer
 // warpgroups run the tensor cores, each on its own 64-row waves of the tile. They meet only at the
 // barriers of shared_storage.cuh, so loads run ahead across tiles, and hide behind the epilogue.
 #pragma once
@@ -21,22 +21,27 @@
 #include "shared_storage.cuh"
 
 // NOTES: boxes that reach outside the tensor would be filled with zeros, but slowly: TMA takes about
-// 8 clocks for each row that is not there (measured: m = 65 took 3 times as long as m = 128). So edge
+// 8 clocks for each row that is not there (measured: m = 65 took twice as long as m = 128). So edge
 // tiles are loaded through maps of their own, [1], whose boxes end where the tensor ends. The rest of
 // such a stage keeps what it had: rows of D depend only on their own row of A, columns on theirs of
 // B, and what is outside of D is not stored.
 struct fp8_gemm_1d2d_args {
-    TensorMap tensor_map_a[2];    // e4m3 [shape_m, shape_k], box 128 x (BLOCK_M / CLUSTER_N), 128 B swizzle
-    TensorMap tensor_map_b[2];    // e4m3 [shape_n, shape_k], box 128 x (BLOCK_N / CLUSTER_M), 128 B swizzle
-    TensorMap tensor_map_sfa[2];  // float32 [k-blocks, shape_m], box BLOCK_M x 1; [1]: multiple of 4
-    TensorMap tensor_map_d;       // bf16 [shape_m, shape_n], box SLAB_N x 16, swizzle SLAB_N * 2 B
-    const float* sfb;             // float32, element [i, b] at sfb[i * sfb_stride_n + b * sfb_stride_k]
-    uint32_t sfb_stride_n;        // elements
-    uint32_t sfb_stride_k;        // elements
-    uint32_t shape_m;             // rows of A and D
-    uint32_t shape_n;             // rows of B, columns of D
-    uint32_t shape_k;             // channels
-    uint32_t raster_m;            // height of a raster band, in clusters
+    // e4m3 [shape_m, shape_k]: boxes of BLOCK_M / CLUSTER_N rows x 128 channels, 128-byte swizzle
+    TensorMap tensor_map_a[2];
+    // e4m3 [shape_n, shape_k]: boxes of BLOCK_N / CLUSTER_M rows x 128 channels, 128-byte swizzle
+    TensorMap tensor_map_b[2];
+    // float32 [k-blocks, shape_m]: boxes of 1 x BLOCK_M scales; those at the edge a multiple of 4
+    TensorMap tensor_map_sfa[2];
+    // bf16 [shape_m, shape_n]: boxes of 16 rows x SLAB_N columns, swizzle of their width
+    TensorMap tensor_map_d;
+    // float32, row i and k-block b at sfb[i * sfb_stride_n + b * sfb_stride_k]
+    const float* sfb;
+    uint32_t sfb_stride_n;
+    uint32_t sfb_stride_k;
+    uint32_t shape_m;   // rows of A and D
+    uint32_t shape_n;   // rows of B, columns of D
+    uint32_t shape_k;   // channels
+    uint32_t raster_m;  // height of a raster band, in clusters
 };
 
 template <class Config>
@@ -56,11 +61,11 @@ template <class Config>
 DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& storage,
                        DenseScheduler<Config> scheduler) {
     constexpr int CLUSTER = SharedStorage<Config>::CLUSTER;
-    constexpr int A_ROWS = Config::BLOCK_M / Config::CLUSTER_N;  // rows that this CTA loads, for its
-    constexpr int B_ROWS = Config::BLOCK_N / Config::CLUSTER_M;  // peers too
+    // Peers along N share A, peers along M share B: each CTA loads its share and multicasts it.
+    constexpr int A_ROWS = Config::BLOCK_M / Config::CLUSTER_N;
+    constexpr int B_ROWS = Config::BLOCK_N / Config::CLUSTER_M;
     constexpr uint32_t A_BYTES = Config::BLOCK_M * BLOCK_K, B_BYTES = Config::BLOCK_N * BLOCK_K;
-    // CTA (rank_m, rank_n) has rank rank_n * CLUSTER_M + rank_m in its cluster. Peers along N share A,
-    // peers along M share B: each loads its share and multicasts it.
+    // CTA (rank_m, rank_n) has rank rank_n * CLUSTER_M + rank_m in its cluster.
     uint16_t peers_along_n = 0, peers_along_m = 0;
     for (int i = 0; i < Config::CLUSTER_N; ++i)
         peers_along_n |= 1 << (i * Config::CLUSTER_M + scheduler.rank_m);
@@ -73,7 +78,8 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
     const uint32_t smem_sfa = shared_address(storage.sfa);
 
     for (Tile tile; scheduler.next(tile);) {
-        const uint32_t m = tile.m_block_idx * Config::BLOCK_M, n = tile.n_block_idx * Config::BLOCK_N;
+        const uint32_t m = tile.m_block_idx * Config::BLOCK_M;
+        const uint32_t n = tile.n_block_idx * Config::BLOCK_N;
         const uint32_t m_a = m + scheduler.rank_n * A_ROWS, n_b = n + scheduler.rank_m * B_ROWS;
         const uint32_t rows_m = rows_inside(m, Config::BLOCK_M, args.shape_m);
         const uint32_t rows_n = rows_inside(n, Config::BLOCK_N, args.shape_n);
@@ -85,7 +91,8 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
         const uint32_t stage_bytes = (rows_m + rows_n) * BLOCK_K + (rows_m + 3) / 4 * 16;
         for (uint32_t k_block = tile.k_block_begin; k_block < tile.k_block_end; ++k_block) {
             pipeline.wait_empty();
-            const uint32_t full = pipeline.full(), stage = pipeline.stage_idx, k = k_block * BLOCK_K;
+            const uint32_t full = pipeline.full(), stage = pipeline.stage_idx;
+            const uint32_t k = k_block * BLOCK_K;
             const uint32_t dst_a = smem_a + stage * A_BYTES, dst_b = smem_b + stage * B_BYTES;
             const uint32_t dst_sfa = smem_sfa + stage * Config::BLOCK_M * sizeof(float);
             if (elect_one()) {
@@ -95,8 +102,10 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
                     tma_load_2d(dst_b, map_b, full, k, n_b);
                     tma_load_2d(dst_sfa, map_sfa, full, m, k_block);
                 } else {  // parts of a unit may lie outside of D
-                    if (rows_a > 0) tma_load_2d_multicast(dst_a, map_a, full, k, m_a, peers_along_n);
-                    if (rows_b > 0) tma_load_2d_multicast(dst_b, map_b, full, k, n_b, peers_along_m);
+                    if (rows_a > 0)
+                        tma_load_2d_multicast(dst_a, map_a, full, k, m_a, peers_along_n);
+                    if (rows_b > 0)
+                        tma_load_2d_multicast(dst_b, map_b, full, k, n_b, peers_along_m);
                     if (rows_m > 0) tma_load_2d(dst_sfa, map_sfa, full, m, k_block);
                 }
             }
@@ -118,9 +127,9 @@ DEVICE void load_weight_scales(const fp8_gemm_1d2d_args& args, SharedStorage<Con
 
     for (Tile tile; scheduler.next(tile);) {
         const uint32_t row = tile.n_block_idx * Config::BLOCK_N / 128;
-        const float* sfb[COUNT];
+        const float* sfb[COUNT];  // of columns past the last row, which do not exist: any scale
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)  // columns past the last row do not exist: any scale will do
+        for (int i = 0; i < COUNT; ++i)
             sfb[i] = args.sfb + int64_t{min(row + i, last_row)} * args.sfb_stride_n;
         for (uint32_t begin = tile.k_block_begin; begin < tile.k_block_end; begin += 32) {
             const uint32_t count = min(32, tile.k_block_end - begin);
@@ -148,13 +157,14 @@ struct Consumer {
     static constexpr int CLUSTER = SharedStorage<Config>::CLUSTER;
     static constexpr int NUM_SFB = SharedStorage<Config>::NUM_SFB;
     static constexpr int WAVES = Config::BLOCK_M / WGMMA_M / Config::NUM_CONSUMERS;
-    static_assert(WAVES * WGMMA_M * Config::NUM_CONSUMERS == Config::BLOCK_M, "waves fill the tile");
+    static_assert(WAVES * WGMMA_M * Config::NUM_CONSUMERS == Config::BLOCK_M,
+                  "waves fill the tile");
     static_assert(1 <= Config::NUM_PARTIALS && Config::NUM_PARTIALS <= 4, "wgmma_wait_group");
     static_assert((Config::NUM_PARTIALS + WAVES - 1) / WAVES <= Config::NUM_STAGES,
                   "a warpgroup holds that many stages before it releases one");
 
-    uint32_t warp_idx, lane_idx, first_row;   // first row of this warpgroup in the tile
-    uint32_t desc_a, desc_b;     // low words of the descriptors of this warpgroup's A and of B
+    uint32_t warp_idx, lane_idx, first_row;  // first row of this warpgroup in the tile
+    uint32_t desc_a, desc_b;  // low words of the descriptors of this warpgroup's A and of B
     uint32_t smem_sfa, smem_sfb;
     Pipeline<Config::NUM_STAGES> pipeline;
 
@@ -164,7 +174,8 @@ struct Consumer {
           first_row(warpgroup_idx * WAVES * WGMMA_M),
           desc_a(wgmma_descriptor_low(shared_address(storage.a) + first_row * BLOCK_K)),
           desc_b(wgmma_descriptor_low(shared_address(storage.b))),
-          smem_sfa(shared_address(storage.sfa) + (first_row + warp_idx % 4 * WARP_M + lane_idx / 4) * 4),
+          smem_sfa(shared_address(storage.sfa) +
+                   (first_row + warp_idx % 4 * WARP_M + lane_idx / 4) * 4),
           smem_sfb(shared_address(storage.sfb)),
           pipeline(storage.full_barriers, storage.empty_barriers) {
         // NOTES: without this the compiler recomputes them from the aligned base in the main loop.
@@ -222,8 +233,9 @@ struct Consumer {
     }
 
     // Second level: float32 on the CUDA cores.
-    DEVICE void promote_wave(float (&accum)[Config::BLOCK_N / 2], float (&partial)[Config::BLOCK_N / 2],
-                             const Stage& stage, int wave, uint32_t first_columns) const {
+    DEVICE void promote_wave(float (&accum)[Config::BLOCK_N / 2],
+                             float (&partial)[Config::BLOCK_N / 2], const Stage& stage, int wave,
+                             uint32_t first_columns) const {
         fence_registers(partial);
         float scale[NUM_SFB][2];
 #pragma unroll
@@ -314,11 +326,16 @@ DEVICE void compute_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>&
 
 template <class Config>
 DEVICE void fp8_gemm_1d2d_body(const fp8_gemm_1d2d_args& args) {
-    static_assert(sizeof(SharedStorage<Config>) == Config::SMEM_BYTES, "plan.py computes the same size");
-    static_assert(SharedStorage<Config>::CLUSTER <= 2, "each CTA of a cluster feeds every other one");
-    static_assert(Config::BLOCK_M % (8 * Config::CLUSTER_N) == 0, "shares keep the swizzle's period");
-    static_assert(Config::BLOCK_N % (8 * Config::CLUSTER_M) == 0, "shares keep the swizzle's period");
-    static_assert(Config::NUM_THREADS == WARPGROUP * (Config::NUM_CONSUMERS + 1), "one producer warpgroup");
+    static_assert(sizeof(SharedStorage<Config>) == Config::SMEM_BYTES,
+                  "plan.py computes the same size");
+    static_assert(SharedStorage<Config>::CLUSTER <= 2,
+                  "each CTA of a cluster feeds every other one");
+    static_assert(Config::BLOCK_M % (8 * Config::CLUSTER_N) == 0,
+                  "shares keep the swizzle's period");
+    static_assert(Config::BLOCK_N % (8 * Config::CLUSTER_M) == 0,
+                  "shares keep the swizzle's period");
+    static_assert(Config::NUM_THREADS == WARPGROUP * (Config::NUM_CONSUMERS + 1),
+                  "one producer warpgroup");
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& storage = *reinterpret_cast<SharedStorage<Config>*>(smem);
 
@@ -344,10 +361,10 @@ DEVICE void fp8_gemm_1d2d_body(const fp8_gemm_1d2d_args& args) {
     // 3. The roles trade registers: 64K are there, 512 for each row of four warps.
     constexpr int PRODUCER_REGISTERS = Config::NUM_CONSUMERS == 3 ? 32 : 40;
     constexpr int CONSUMER_REGISTERS = Config::NUM_CONSUMERS == 3 ? 152 : 232;
-    const DenseScheduler<Config> scheduler(
-        (args.shape_m + Config::BLOCK_M - 1) / Config::BLOCK_M,
-        (args.shape_n + Config::BLOCK_N - 1) / Config::BLOCK_N, (args.shape_k + BLOCK_K - 1) / BLOCK_K,
-        args.raster_m, blockIdx.x, gridDim.x);
+    const DenseScheduler<Config> scheduler((args.shape_m + Config::BLOCK_M - 1) / Config::BLOCK_M,
+                                           (args.shape_n + Config::BLOCK_N - 1) / Config::BLOCK_N,
+                                           (args.shape_k + BLOCK_K - 1) / BLOCK_K, args.raster_m,
+                                           blockIdx.x, gridDim.x);
     const uint32_t warpgroup_idx = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP, 0);
     if (warpgroup_idx == Config::NUM_CONSUMERS) {
         if constexpr (Config::NUM_CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -8,8 +8,10 @@
 // wgmma wave. This thread holds two rows: scale[i][h] belongs to row half h and weight scale i, and
 // the tile's first `first_columns` columns take weight scale 0.
 template <class Config>
-DEVICE void promote(float (&accum)[Config::BLOCK_N / 2], const float (&partial)[Config::BLOCK_N / 2],
-                    const float (&scale)[SharedStorage<Config>::NUM_SFB][2], uint32_t first_columns) {
+DEVICE void promote(float (&accum)[Config::BLOCK_N / 2],
+                    const float (&partial)[Config::BLOCK_N / 2],
+                    const float (&scale)[SharedStorage<Config>::NUM_SFB][2],
+                    uint32_t first_columns) {
     // Tiles start at multiples of BLOCK_N, so a weight scale can end only at multiples of what
     // BLOCK_N and 128 have in common: the largest power of two in BLOCK_N.
     constexpr int GRANULARITY = Config::BLOCK_N & -Config::BLOCK_N;

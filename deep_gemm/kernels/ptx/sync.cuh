@@ -9,9 +9,7 @@ DEVICE uint32_t shared_address(const void* pointer) {
 
 // Hides where a value came from, so that the compiler keeps it in a register instead of computing
 // it again inside a loop (measured: 4 % to 11 % of the main loop).
-DEVICE void pin(uint32_t& value) {
-    asm volatile("" : "+r"(value));
-}
+DEVICE void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // True in one lane of the (converged) warp. The compiler knows that it is one, and issues TMA without
 // the loop over active lanes that it needs after an ordinary comparison of the lane index.
@@ -38,26 +36,16 @@ DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-DEVICE uint32_t cluster_ctarank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
 // PTX ISA, "Parallel Synchronization and Communication Instructions: barrier.cluster".
 DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-DEVICE void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol". Both are
 // no-ops when the launch does not ask for programmatic dependent launch.
-DEVICE void griddepcontrol_wait() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 DEVICE void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -10,7 +10,8 @@ DEVICE void prefetch_tensormap(const TensorMap* map) {
 }
 
 // Box at (x, y) -> shared memory of this CTA; its bytes complete on `barrier`.
-DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, int32_t x, int32_t y) {
+DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, int32_t x,
+                        int32_t y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
@@ -31,14 +32,13 @@ DEVICE void tma_load_2d_multicast(uint32_t dst, const TensorMap* map, uint32_t b
 
 // Shared memory -> box at (x, y); part of the issuing thread's next bulk group.
 DEVICE void tma_store_2d(const TensorMap* map, uint32_t src, int32_t x, int32_t y) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-                 "r"(src), "r"(x), "r"(y)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+        "r"(src), "r"(x), "r"(y)
+        : "memory");
 }
 
-DEVICE void tma_store_commit_group() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
+DEVICE void tma_store_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Returns once all but the newest `pending` groups of this thread have read their shared memory.
 template <int pending>

@@ -6,8 +6,8 @@ using uint8_t = unsigned char;
 using int32_t = int;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
-using int64_t = long long;
-using uint64_t = unsigned long long;
+using int64_t = long;
+using uint64_t = unsigned long;
 
 #ifdef __CUDACC__
 #define DEVICE __device__ __forceinline__

@@ -1,4 +1,5 @@
 // Written by make_wgmma.py; edit that file instead.
+// clang-format off
 // wgmma: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 #pragma once
 
@@ -32,7 +33,8 @@ DEVICE void fence_registers(float (&d)[count]) {
 // Shared-memory matrix descriptor of a K-major tile whose rows are 128 bytes with 128-byte swizzle:
 // bits 0-13 address / 16, 16-29 leading offset (unused here: 1), 32-45 stride between groups of
 // eight rows / 16, 62-63 swizzle mode (1: 128 bytes). The low word is a shared address in units of
-// 16 bytes, so adding 2 to it moves on by 32 bytes along K; shared memory is too small to overflow it.
+// 16 bytes, so adding 2 to it moves on by 32 bytes along K, and shared memory is too small to
+// overflow it.
 DEVICE uint32_t wgmma_descriptor_low(uint32_t address) {
     return 1 << 16 | (address & 0x3FFFF) >> 4;
 }
@@ -47,7 +49,6 @@ DEVICE uint64_t wgmma_descriptor(uint32_t low) {
 template <int N>
 struct Wgmma;
 
-// clang-format off
 template <>
 struct Wgmma<16> {
     static DEVICE void mma(float (&d)[8], uint64_t a, uint64_t b, bool accumulate) {
@@ -239,4 +240,3 @@ struct Wgmma<192> {
             : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
     }
 };
-// clang-format on
