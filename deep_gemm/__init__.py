@@ -42,3 +42,117 @@ from deep_gemm.unavailable import (
     m_grouped_fp8_fp4_gemm_nt_contiguous,
     transform_weights_for_mega_moe,
 )
+from deep_gemm.utils.dist import dist_print, init_dist, uneven_all_gather
+from deep_gemm.utils.layout import (
+    get_col_major_tma_aligned_tensor,
+    get_k_alignment_for_contiguous_layout,
+    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
+    get_m_alignment_for_contiguous_layout,
+    get_mk_alignment_for_contiguous_layout,
+    get_mn_major_tma_aligned_packed_ue8m0_tensor,
+    get_mn_major_tma_aligned_tensor,
+    get_theoretical_mk_alignment_for_contiguous_layout,
+    get_tma_aligned_size,
+    set_mk_alignment_for_contiguous_layout,
+    transform_sf_into_required_layout,
+)
+from deep_gemm.utils.math import (
+    align,
+    cast_back_from_fp4,
+    ceil_div,
+    ceil_to_ue8m0,
+    pack_ue8m0_to_int,
+    per_block_cast_to_fp8,
+    per_channel_cast_to_fp8,
+    per_custom_dims_cast_to_fp8,
+    per_token_cast_to_fp4,
+    per_token_cast_to_fp8,
+    transpose_packed_fp4,
+    unpack_ue8m0_from_int,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KernelConfig",
+    "SymmBuffer",
+    "__version__",
+    "align",
+    "bench",
+    "bench_kineto",
+    "bf16_mega_moe",
+    "calc_diff",
+    "can_run",
+    "cast_back_from_fp4",
+    "ceil_div",
+    "ceil_to_ue8m0",
+    "dist_print",
+    "fp8_fp4_gemm_nn",
+    "fp8_fp4_gemm_nt",
+    "fp8_fp4_gemm_tn",
+    "fp8_fp4_gemm_tt",
+    "fp8_fp4_mega_moe",
+    "fp8_gemm_nn",
+    "fp8_gemm_nt",
+    "fp8_gemm_tn",
+    "fp8_gemm_tt",
+    "gemm_fp8_fp8_bf16_nt",
+    "get_backend",
+    "get_col_major_tma_aligned_tensor",
+    "get_k_alignment_for_contiguous_layout",
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
+    "get_mn_major_tma_aligned_tensor",
+    "get_num_sms",
+    "get_pdl",
+    "get_symm_buffer_for_mega_moe",
+    "get_tc_util",
+    "get_theoretical_mk_alignment_for_contiguous_layout",
+    "get_tma_aligned_size",
+    "init",
+    "init_dist",
+    "jit",
+    "jit_kernels",
+    "legacy",
+    "m_grouped_bf16_gemm_nn_contiguous",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_fp8_fp4_gemm_nn_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "make_plan",
+    "pack_ue8m0_to_int",
+    "per_block_cast_to_fp8",
+    "per_channel_cast_to_fp8",
+    "per_custom_dims_cast_to_fp8",
+    "per_token_cast_to_fp4",
+    "per_token_cast_to_fp8",
+    "set_backend",
+    "set_block_size_multiple_of",
+    "set_ignore_compile_dims",
+    "set_mk_alignment_for_contiguous_layout",
+    "set_num_sms",
+    "set_pdl",
+    "set_tc_util",
+    "testing",
+    "transform_sf_into_required_layout",
+    "transform_weights_for_mega_moe",
+    "transpose_packed_fp4",
+    "uneven_all_gather",
+    "unpack_ue8m0_from_int",
+    "utils",
+]
+
+# Upstream's name of the same functions: FP8 pairs run, packed FP4 raises NotImplementedError.
+fp8_fp4_gemm_nt = fp8_gemm_nt
+fp8_fp4_gemm_nn = fp8_gemm_nn
+fp8_fp4_gemm_tn = fp8_gemm_tn
+fp8_fp4_gemm_tt = fp8_gemm_tt
+
+if not TYPE_CHECKING:  # a type checker would take every name for an existing one
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(
+            f"deep_gemm {__version__} does not implement {name!r}: it has dense FP8 GEMM with "
+            f"1x128 and 128x128 scales, deep_gemm.__all__ lists every name"
+        )

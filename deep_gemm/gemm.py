@@ -18,7 +18,7 @@ Pair = Sequence[torch.Tensor]
 Recipe = Sequence[int] | None
 
 # Launches by everything that went into them: a call that repeats only looks its launch up.
-_launches: dict[tuple[Any, ...], Launch] = {}
+_launches: dict[tuple[Any, ...] | None, Launch] = {}
 _MAX_LAUNCHES = 16384
 
 
@@ -60,8 +60,7 @@ def fp8_gemm_nt(
         ValueError, TypeError: an argument does not fit; the text says which, why and what to do.
         NotImplementedError: a recipe, dtype or GPU that is not supported.
     """
-    key = _key(a, b, d) + (c is None, recipe and tuple(recipe), recipe_a and tuple(recipe_a),
-                           recipe_b and tuple(recipe_b), compiled_dims)  # fmt: skip
+    key = _key(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims)
     launch = _launches.get(key)
     if launch is not None:
         launch()
@@ -141,26 +140,48 @@ def run_dense(a: Pair, b: Pair, d: torch.Tensor, config: KernelConfig) -> None:
         _prepare(problem, (a[0], sfa), b, d, config)()
 
 
-def _key(a: Pair, b: Pair, d: torch.Tensor) -> tuple[Any, ...]:
-    (a_data, sfa), (b_data, sfb) = a, b
-    return (
-        a_data.data_ptr(), a_data.shape, a_data.stride(), a_data.dtype,
-        sfa.data_ptr(), sfa.shape, sfa.stride(), sfa.dtype,
-        b_data.data_ptr(), b_data.shape, b_data.stride(), b_data.dtype,
-        sfb.data_ptr(), sfb.shape, sfb.stride(), sfb.dtype,
-        d.data_ptr(), d.shape, d.stride(), d.dtype, d.device, settings.epoch,
-    )  # fmt: skip
+def _key(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    c: torch.Tensor | None,
+    recipe: Recipe,
+    recipe_a: Recipe,
+    recipe_b: Recipe,
+    compiled_dims: str,
+) -> tuple[Any, ...] | None:
+    """Everything that a launch depends on; None if the arguments are not even of the right kind."""
+    try:
+        (a_data, sfa), (b_data, sfb) = a, b
+        return (
+            a_data.data_ptr(), a_data.shape, a_data.stride(), a_data.dtype,
+            sfa.data_ptr(), sfa.shape, sfa.stride(), sfa.dtype,
+            b_data.data_ptr(), b_data.shape, b_data.stride(), b_data.dtype,
+            sfb.data_ptr(), sfb.shape, sfb.stride(), sfb.dtype,
+            d.data_ptr(), d.shape, d.stride(), d.dtype, d.device, settings.epoch,
+            c is None, recipe and tuple(recipe), recipe_a and tuple(recipe_a),
+            recipe_b and tuple(recipe_b), compiled_dims,
+        )  # fmt: skip
+    except (AttributeError, TypeError, ValueError):  # the checks will say what is wrong
+        return None
 
 
-def _remember(key: tuple[Any, ...], launch: Launch) -> None:
+def _remember(key: tuple[Any, ...] | None, launch: Launch) -> None:
+    if key is None:
+        return
     if len(_launches) >= _MAX_LAUNCHES:
         _launches.clear()
     _launches[key] = launch
 
 
-def _transposed(pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    data, scales = pair
-    return data.transpose(-1, -2), scales.transpose(-1, -2)
+def _transposed(pair: Pair) -> Pair:
+    """Transposed views of a pair; anything else is left for the checks to refuse."""
+    if not isinstance(pair, (tuple, list)):
+        return pair
+    return [
+        each.transpose(0, 1) if isinstance(each, torch.Tensor) and each.dim() == 2 else each
+        for each in pair
+    ]
 
 
 class _Args(ctypes.Structure):

@@ -167,7 +167,7 @@ def pack_ue8m0_to_int(x: torch.Tensor) -> torch.Tensor:
             f"x has shape {tuple(x.shape)}, expected a last dimension that is a multiple of 4; "
             f"get_mn_major_tma_aligned_packed_ue8m0_tensor pads"
         )
-    packed = _exponents(x).contiguous().view(torch.int32)
+    packed = _pack_padded(x)
     if x.device.type == "cpu":
         lost = (unpack_ue8m0_from_int(packed) != x) & x.isfinite() & (x != 0)
         if lost.any():
@@ -186,7 +186,7 @@ def unpack_ue8m0_from_int(packed_sf: torch.Tensor) -> torch.Tensor:
     if not isinstance(packed_sf, torch.Tensor) or packed_sf.dtype != torch.int32:
         got = getattr(packed_sf, "dtype", type(packed_sf).__name__)
         raise TypeError(f"packed_sf is {got}, expected a torch.int32 tensor")
-    exponents = packed_sf.contiguous().view(torch.uint8).int()
+    exponents = packed_sf.clone(memory_format=torch.contiguous_format).view(torch.uint8).int()
     # At the ends of the range, 2**-127 and NaN, float32 has a bit of mantissa.
     is_end = (exponents == 0) | (exponents == 255)
     bits = (exponents << _MANTISSA_BITS) | (is_end.int() << (_MANTISSA_BITS - 1))
@@ -357,14 +357,11 @@ def _empty_native_like(sf: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_padded(sf: torch.Tensor) -> torch.Tensor:
-    """int32 [..., ceil(k-blocks / 4)]; missing k-blocks become 0."""
-    exponents = F.pad(_exponents(sf), (0, -sf.shape[-1] % 4))
-    return exponents.contiguous().view(torch.int32)
-
-
-def _exponents(sf: torch.Tensor) -> torch.Tensor:
-    """Biased exponents of float32, uint8."""
-    return (sf.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+    """Biased exponents, int32 [..., ceil(k-blocks / 4)]; missing k-blocks become 0."""
+    exponents = (sf.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+    exponents = F.pad(exponents, (0, -sf.shape[-1] % 4))
+    quads = exponents.reshape(*exponents.shape[:-1], exponents.shape[-1] // 4, 4)
+    return quads.clone(memory_format=torch.contiguous_format).view(torch.int32).squeeze(-1)
 
 
 def _granularity(recipe: Any, is_sfa: Any) -> tuple[int, int]:

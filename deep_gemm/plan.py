@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from deep_gemm.types import BLOCK_K, GemmPlan, KernelConfig, LaunchConfig, Problem
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA can have on Hopper
-RASTER_ROWS = 16  # tiles along M in a raster band
+# Tiles along M in a raster band: few keep the operands of long sums in L2, many those of short ones
+# (measured: up to 1 % and 2 %).
+RASTER_LONG_K, RASTER_SHORT_K = 12, 24
+SHORT_K = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,8 @@ class Candidate:
     tile_us: float  # microseconds per tile beside its k-blocks: mostly the epilogue
 
 
-# The cost model. Its numbers were fitted to 88 shapes x 141 configs, timed on an H200; there its
-# choice is within 1 % of the fastest of the 141 on average, and within 7 % at worst (docs/design.md).
+# The cost model. Its numbers were fitted to 88 shapes x 141 configs timed on an H200; there its
+# choice is within 1 % of the fastest of the 141 on average, within 7 % at worst (docs/design.md).
 LAUNCH_US = 2.763  # start of the kernel, filling of the pipeline
 HIDDEN = 0.285  # share of the shorter of compute and traffic that does not hide behind the longer
 DRAM_BYTES_PER_US = 4.75e6
@@ -89,8 +92,8 @@ def make_plan(
     """
     if config is not None and (config.smem_bytes > SMEM_LIMIT or config.cluster_size > num_sms):
         raise ValueError(
-            f"config needs {config.smem_bytes} bytes of shared memory and {config.cluster_size} SMs "
-            f"for a cluster, expected at most {SMEM_LIMIT} and {num_sms}: {config}"
+            f"config needs {config.smem_bytes} bytes of shared memory and {config.cluster_size} "
+            f"SMs for a cluster, expected at most {SMEM_LIMIT} and {num_sms}: {config}"
         )
     predictions = {
         candidate.config: predicted_us(problem, candidate, num_sms)
@@ -106,7 +109,8 @@ def make_plan(
         cluster=chosen.cluster_size,
         pdl=pdl,
     )
-    return GemmPlan(chosen, launch, RASTER_ROWS // chosen.cluster_m, predictions.get(chosen))
+    raster_m = RASTER_SHORT_K if problem.k <= SHORT_K else RASTER_LONG_K
+    return GemmPlan(chosen, launch, raster_m // chosen.cluster_m, predictions.get(chosen))
 
 
 def make_config(

@@ -21,7 +21,6 @@ GEMM = (
     "a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims={!r}, "
     "disable_ue8m0_cast=False"
 )
-ANYTHING = "*args, **kwargs"
 
 # Frozen: a change here is a change that clients see, and a line of CHANGELOG.md.
 SIGNATURES = {
@@ -52,10 +51,12 @@ SIGNATURES = {
     "ceil_to_ue8m0": "x",
     "pack_ue8m0_to_int": "x",
     "unpack_ue8m0_from_int": "packed_sf",
-    "per_token_cast_to_fp8": "x, use_ue8m0, gran_k=128, use_packed_ue8m0=False",
-    "per_channel_cast_to_fp8": "x, use_ue8m0, gran_k=128",
-    "per_block_cast_to_fp8": "x, use_ue8m0, gran_k=128",
-    "per_custom_dims_cast_to_fp8": "x, dims, use_ue8m0",
+    "per_token_cast_to_fp8": (
+        "x, use_ue8m0=False, gran_k=128, use_packed_ue8m0=False, *, amax_floor=0.0001"
+    ),
+    "per_channel_cast_to_fp8": "x, use_ue8m0=False, gran_k=128, *, amax_floor=0.0001",
+    "per_block_cast_to_fp8": "x, use_ue8m0=False, gran_k=128, *, amax_floor=0.0001",
+    "per_custom_dims_cast_to_fp8": "x, dims, use_ue8m0=False, *, amax_floor=0.0001",
     "get_tma_aligned_size": "x, elem_size",
     "get_mn_major_tma_aligned_tensor": "sf",
     "get_col_major_tma_aligned_tensor": "x",
