@@ -152,12 +152,8 @@ def planned(case: Case) -> KernelConfig:
 
 
 def precompile(cases: Sequence[Case]) -> None:
-    """Compile the kernels of all cases at once, on all cores."""
-    build_all({planned(case) for case in cases})
-
-
-def build_all(configs: set[KernelConfig]) -> None:
-    """Compile kernels in parallel; the compiler runs outside Python's lock."""
+    """Compile the kernels of all cases on all cores; the compiler runs outside Python's lock."""
+    configs = {planned(case) for case in cases}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda each: jit.build(KERNEL, each.constants()), configs))
 

@@ -8,9 +8,12 @@ CUDA events, so a kernel's launch is included; for choosing between configs that
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,10 @@ import torch
 
 from benchmarks.baselines import Inputs, Weight
 from benchmarks.cases import by_weight, dense_cases
-from benchmarks.dense import build_all, planned
+from benchmarks.dense import KERNEL, planned
 from benchmarks.timing import Call, L2Flush
-from deep_gemm import gemm, plan, reference
+from deep_gemm import gemm, jit, plan, reference
+from deep_gemm.jit import CompileError
 from deep_gemm.types import KernelConfig
 
 FIRST_CALLS, MORE_CALLS = 3, 7
@@ -35,8 +39,7 @@ def main() -> None:
     parser.add_argument("--configs", type=Path, help="JSON list of KernelConfig fields")
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
-    configs = load_configs(options.configs) if options.configs else list(plan.candidates())
-    build_all(set(configs))
+    configs = compiled(load_configs(options.configs) if options.configs else grid())
     flush = L2Flush()
     results = []
     for (n, k), group in by_weight(dense_cases(options.shapes)).items():
@@ -46,6 +49,39 @@ def main() -> None:
             results.append({"m": case.m, "n": n, "k": k, **found})
             print(case, *(f"{each['us']:.1f} us {each['config']}" for each in found["timed"][:1]))
     options.out.write_text(json.dumps(results, indent=1))
+
+
+def grid() -> list[KernelConfig]:
+    """Tiles, clusters and partials whose accumulators fit into the consumers' registers."""
+    configs = []
+    shapes = itertools.product((64, 128, 192, 256), range(16, 193, 16), ((1, 1), (2, 1), (1, 2)))
+    for block_m, block_n, cluster in shapes:
+        for consumers, partials in itertools.product((1, 2, 3), (1, 2, 4)):
+            waves, rest = divmod(block_m, 64 * consumers)
+            registers = (waves + partials) * block_n // 2
+            if rest or waves > 2 or registers > (128 if consumers == 3 else 192):
+                continue
+            with contextlib.suppress(ValueError):  # too large for shared memory
+                configs.append(
+                    plan.make_config(block_m, block_n, consumers, *cluster, num_partials=partials)
+                )
+    return configs
+
+
+def compiled(configs: Sequence[KernelConfig]) -> list[KernelConfig]:
+    """Those configs that compile, compiled on all cores; the others are named."""
+
+    def build(config: KernelConfig) -> bool:
+        try:
+            jit.build(KERNEL, config.constants())
+        except CompileError as error:
+            print(f"left out: {config}: {str(error).splitlines()[0]}")
+            return False
+        return True
+
+    with ThreadPoolExecutor() as pool:
+        built = list(pool.map(build, configs))
+    return list(itertools.compress(configs, built))
 
 
 def load_configs(path: Path) -> list[KernelConfig]:

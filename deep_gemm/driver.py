@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -58,21 +60,11 @@ def primary_context(index: int) -> Any:
     return check(api().cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
 
 
-class context:
-    """`with context(index):` makes the device's primary context current in this thread."""
-
-    __slots__ = ("_primary", "_pushed")
-
-    def __init__(self, index: int) -> None:
-        self._primary = primary_context(index)
-        self._pushed = False
-
-    def __enter__(self) -> None:
-        current = check(api().cuCtxGetCurrent(), "cuCtxGetCurrent")
-        if int(current) != int(self._primary):
-            check(api().cuCtxPushCurrent(self._primary), "cuCtxPushCurrent")
-            self._pushed = True
-
-    def __exit__(self, *exception: object) -> None:
-        if self._pushed:
-            check(api().cuCtxPopCurrent(), "cuCtxPopCurrent")
+@contextmanager
+def context(index: int) -> Iterator[None]:
+    """Make the device's primary context current in this thread."""
+    check(api().cuCtxPushCurrent(primary_context(index)), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        check(api().cuCtxPopCurrent(), "cuCtxPopCurrent")

@@ -11,15 +11,17 @@ import torch
 from deep_gemm import checks, driver, jit, layout, plan, reference
 from deep_gemm.config import settings
 from deep_gemm.launch import Launch
-from deep_gemm.tensor_map import TENSOR_MAP_BYTES, make_tensor_map
+from deep_gemm.tensor_map import TENSOR_MAP_BYTES, make_tensor_map, replace_address
 from deep_gemm.types import BLOCK_K, GemmPlan, KernelConfig, Problem
 
 Pair = Sequence[torch.Tensor]
 Recipe = Sequence[int] | None
 
-# Launches by everything that went into them: a call that repeats only looks its launch up.
-_launches: dict[tuple[Any, ...] | None, Launch] = {}
-_MAX_LAUNCHES = 16384
+# Launches by all that goes into them: a call that repeats, addresses included, only looks its own
+# up. One that differs from an earlier one in nothing but addresses copies that one's template.
+_launches: dict[tuple[Any, ...], Launch] = {}
+_templates: dict[tuple[Any, ...], _Template] = {}
+_MAX_ENTRIES = 16384
 
 
 def fp8_gemm_nt(
@@ -61,19 +63,26 @@ def fp8_gemm_nt(
         NotImplementedError: a recipe, dtype or GPU that is not supported.
     """
     key = _key(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims)
-    launch = _launches.get(key)
+    launch = _launches.get(key) if key else None
     if launch is not None:
         launch()
         return
-    checks.check_compiled_dims(compiled_dims)
-    problem = checks.check_dense(a, b, d, c, recipe, recipe_a, recipe_b)
-    if _finished_without_launch(problem, a, b, d):
-        return
-    sfa = layout.native_sfa(a[1], problem.m, problem.k)
-    launch = _prepare(problem, (a[0], sfa), b, d, None)
+    template = _templates.get(key[1]) if key else None
+    if template is None:
+        checks.check_compiled_dims(compiled_dims)
+        problem = checks.check_dense(a, b, d, c, recipe, recipe_a, recipe_b)
+        if _finished_without_launch(problem, a, b, d):
+            return
+        template = _prepare(problem, a, b, d, None)
+        if key:
+            _remember(_templates, key[1], template)
+    else:
+        checks.check_addresses(a[0], a[1], b[0], b[1], d)
+    sfa = layout.native_sfa(a[1], a[0].shape[0], a[0].shape[1])
+    launch = template.at(a[0], sfa, b[0], b[1], d)
     launch()
-    if sfa is a[1]:  # a transposed copy has another address the next time
-        _remember(key, launch)
+    if key and sfa is a[1]:  # a transposed copy has another address the next time
+        _remember(_launches, key, launch)
 
 
 def fp8_gemm_nn(
@@ -134,10 +143,10 @@ def run_dense(a: Pair, b: Pair, d: torch.Tensor, config: KernelConfig) -> None:
     Raises:
         ValueError: also when `config` does not fit into shared memory.
     """
-    problem = checks.check_dense(a, b, d, None, None, None, None)
+    problem = checks.check_dense(a, b, d)
     if not _finished_without_launch(problem, a, b, d):
         sfa = layout.native_sfa(a[1], problem.m, problem.k)
-        _prepare(problem, (a[0], sfa), b, d, config)()
+        _prepare(problem, a, b, d, config).at(a[0], sfa, b[0], b[1], d)()
 
 
 def _key(
@@ -149,29 +158,31 @@ def _key(
     recipe_a: Recipe,
     recipe_b: Recipe,
     compiled_dims: str,
-) -> tuple[Any, ...] | None:
-    """Everything that a launch depends on; None if the arguments are not even of the right kind."""
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """(addresses, all else that a launch depends on); None if there is no telling from these."""
     try:
         (a_data, sfa), (b_data, sfb) = a, b
-        return (
-            a_data.data_ptr(), a_data.shape, a_data.stride(), a_data.dtype,
-            sfa.data_ptr(), sfa.shape, sfa.stride(), sfa.dtype,
-            b_data.data_ptr(), b_data.shape, b_data.stride(), b_data.dtype,
-            sfb.data_ptr(), sfb.shape, sfb.stride(), sfb.dtype,
-            d.data_ptr(), d.shape, d.stride(), d.dtype, d.device, settings.epoch,
-            c is None, recipe and tuple(recipe), recipe_a and tuple(recipe_a),
-            recipe_b and tuple(recipe_b), compiled_dims,
+        addresses = (
+            a_data.data_ptr(), sfa.data_ptr(), b_data.data_ptr(), sfb.data_ptr(), d.data_ptr(),
         )  # fmt: skip
-    except (AttributeError, TypeError, ValueError):  # the checks will say what is wrong
+        rest = (
+            a_data.shape, a_data.stride(), a_data.dtype,
+            sfa.shape, sfa.stride(), sfa.dtype, addresses[1] % 16,  # not aligned: not native
+            b_data.shape, b_data.stride(), b_data.dtype,
+            sfb.shape, sfb.stride(), sfb.dtype,
+            d.shape, d.stride(), d.dtype, d.device, b_data.device,
+            c is None, recipe and tuple(recipe), recipe_a and tuple(recipe_a),
+            recipe_b and tuple(recipe_b), compiled_dims, settings.epoch,
+        )  # fmt: skip
+    except (AttributeError, TypeError, ValueError):  # wrong kinds of arguments: for the checks
         return None
+    return addresses, rest
 
 
-def _remember(key: tuple[Any, ...] | None, launch: Launch) -> None:
-    if key is None:
-        return
-    if len(_launches) >= _MAX_LAUNCHES:
-        _launches.clear()
-    _launches[key] = launch
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(cache) >= _MAX_ENTRIES:
+        cache.clear()
+    cache[key] = value
 
 
 def _transposed(pair: Pair) -> Pair:
@@ -204,6 +215,36 @@ class _Args(ctypes.Structure):
         ctypes.memmove(ctypes.addressof(self), tensor_maps, len(tensor_maps))
 
 
+class _Template:
+    """A launch for given sizes and strides, to be copied for the addresses of each call."""
+
+    __slots__ = ("_addresses", "_args", "_launch")
+
+    def __init__(self, launch: Launch, args: _Args, addresses: tuple[int, ...]) -> None:
+        self._launch, self._args = launch, args
+        self._addresses = addresses  # what each tensor map of `args` points at
+
+    def at(
+        self,
+        a: torch.Tensor,
+        sfa: torch.Tensor,
+        b: torch.Tensor,
+        sfb: torch.Tensor,
+        d: torch.Tensor,
+    ) -> Launch:
+        args = _Args.from_buffer_copy(self._args)
+        args.sfb = sfb.data_ptr()
+        pa, pb, psfa = a.data_ptr(), b.data_ptr(), sfa.data_ptr()
+        tensor_map = ctypes.addressof(args)
+        for old, new in zip(
+            self._addresses, (pa, pa, pb, pb, psfa, psfa, d.data_ptr()), strict=True
+        ):
+            if new != old:
+                replace_address(tensor_map, new)
+            tensor_map += TENSOR_MAP_BYTES
+        return self._launch.with_args(args)
+
+
 def _finished_without_launch(problem: Problem, a: Pair, b: Pair, d: torch.Tensor) -> bool:
     """Deal with empty problems and the reference backend."""
     if problem.m == 0 or problem.n == 0:
@@ -219,8 +260,8 @@ def _finished_without_launch(problem: Problem, a: Pair, b: Pair, d: torch.Tensor
 
 def _prepare(
     problem: Problem, a: Pair, b: Pair, d: torch.Tensor, config: KernelConfig | None
-) -> Launch:
-    """Plan, compile or find the kernel, and pack its arguments; scales of A are native here."""
+) -> _Template:
+    """Plan, compile or find the kernel, and pack its arguments."""
     device_index = d.device.index
     available, _ = driver.device_properties(device_index)
     num_sms = min(settings.num_sms or available, available)
@@ -228,43 +269,40 @@ def _prepare(
     if settings.print_configs:
         print(f"{problem}\n  -> {gemm_plan}")
     kernel = jit.load_kernel("fp8_gemm_1d2d", gemm_plan.kernel.constants())
-    args = _make_args(problem, gemm_plan, a[0], a[1], b[0], b[1], d)
-    return Launch(kernel, gemm_plan.launch, args, device_index)
+    args, addresses = _make_args(problem, gemm_plan, a, b, d)
+    return _Template(Launch(kernel, gemm_plan.launch, args, device_index), args, addresses)
 
 
 def _make_args(
-    problem: Problem,
-    gemm_plan: GemmPlan,
-    a: torch.Tensor,
-    sfa: torch.Tensor,
-    b: torch.Tensor,
-    sfb: torch.Tensor,
-    d: torch.Tensor,
-) -> _Args:
+    problem: Problem, gemm_plan: GemmPlan, a: Pair, b: Pair, d: torch.Tensor
+) -> tuple[_Args, tuple[int, ...]]:
+    """The kernel's argument, and what its tensor maps point at.
+
+    Scales of A that are not native are described as their native copy will be.
+    """
     config, m, n, k = gemm_plan.kernel, problem.m, problem.n, problem.k
+    (a_data, sfa), (b_data, sfb) = a, b
     k_blocks = -(-k // BLOCK_K)
-    sfa_stride = sfa.stride(1) if k_blocks > 1 else -(-m // 4) * 4
+    native = layout.is_native_sfa(sfa, m, k)
+    sfa_stride = sfa.stride(1) if native and k_blocks > 1 else layout.get_tma_aligned_size(m, 4)
+    pa, pb, pd = a_data.data_ptr(), b_data.data_ptr(), d.data_ptr()
+    psfa = sfa.data_ptr() // 16 * 16
+    # One map for whole tiles and one for those at the edge: the kernel tells why.
     a_rows, b_rows = config.block_m // config.cluster_n, config.block_n // config.cluster_m
-    maps = [
-        # one map for whole tiles, one for those at the edge (the kernel tells why)
-        *(
-            make_tensor_map(a.data_ptr(), "uint8", (m, k), problem.a_stride, (rows, BLOCK_K), 128)
-            for rows in (a_rows, m % a_rows or a_rows)
-        ),
-        *(
-            make_tensor_map(b.data_ptr(), "uint8", (n, k), problem.b_stride, (rows, BLOCK_K), 128)
-            for rows in (b_rows, n % b_rows or b_rows)
-        ),
-        *(
-            make_tensor_map(sfa.data_ptr(), "float32", (k_blocks, m), sfa_stride, (1, rows), 0)
-            for rows in (config.block_m, -(-(m % config.block_m) // 4) * 4 or config.block_m)
-        ),
+    a_edge, b_edge = m % a_rows or a_rows, n % b_rows or b_rows
+    sfa_edge = -(-(m % config.block_m) // 4) * 4 or config.block_m
+    maps = (
+        make_tensor_map(pa, "uint8", (m, k), problem.a_stride, (a_rows, BLOCK_K), 128),
+        make_tensor_map(pa, "uint8", (m, k), problem.a_stride, (a_edge, BLOCK_K), 128),
+        make_tensor_map(pb, "uint8", (n, k), problem.b_stride, (b_rows, BLOCK_K), 128),
+        make_tensor_map(pb, "uint8", (n, k), problem.b_stride, (b_edge, BLOCK_K), 128),
+        make_tensor_map(psfa, "float32", (k_blocks, m), sfa_stride, (1, config.block_m), 0),
+        make_tensor_map(psfa, "float32", (k_blocks, m), sfa_stride, (1, sfa_edge), 0),
         make_tensor_map(
-            d.data_ptr(), "bfloat16", (m, n), problem.d_stride, (16, config.slab_n),
-            config.slab_n * 2,
+            pd, "bfloat16", (m, n), problem.d_stride, (16, config.slab_n), config.slab_n * 2
         ),
-    ]  # fmt: skip
-    return _Args(
+    )
+    args = _Args(
         tensor_maps=b"".join(maps),
         sfb=sfb.data_ptr(),
         sfb_stride_n=problem.sfb_strides[0],
@@ -274,3 +312,4 @@ def _make_args(
         shape_k=k,
         raster_m=gemm_plan.raster_m,
     )
+    return args, (pa, pa, pb, pb, psfa, psfa, pd)

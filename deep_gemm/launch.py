@@ -31,20 +31,35 @@ class Launch:
         self._handle = kernel.handle
         self._config = config
         self._device = device_index
-        self._context = driver.primary_context(device_index)
-        self._args = args
+        self._context = int(driver.primary_context(device_index))
+        self._configs: dict[int, Any] = {}  # by stream
+        self._set_args(args)
+
+    def with_args(self, args: ctypes.Structure) -> Launch:
+        """The same launch with another argument."""
+        other = Launch.__new__(Launch)
+        other._handle, other._config, other._device = self._handle, self._config, self._device
+        other._context, other._configs = self._context, self._configs
+        other._set_args(args)
+        return other
+
+    def _set_args(self, args: ctypes.Structure) -> None:
+        self._args = args  # keeps alive what the next line points at
         self._params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        self._configs: dict[int, Any] = {}
 
     def __call__(self) -> None:
         """Enqueue the kernel; raises `driver.DriverError` if the driver refuses."""
+        api = driver.api()
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         config = self._configs.get(stream)
         if config is None:
             config = self._configs[stream] = _launch_config(self._config, stream)
-        api = driver.api()
-        with driver.context(self._device):
-            status = api.cuLaunchKernelEx(config, self._handle, ctypes.addressof(self._params), 0)
+        params = ctypes.addressof(self._params)
+        if int(driver.check(api.cuCtxGetCurrent(), "cuCtxGetCurrent")) == self._context:
+            status = api.cuLaunchKernelEx(config, self._handle, params, 0)
+        else:  # a new thread, or another device is current
+            with driver.context(self._device):
+                status = api.cuLaunchKernelEx(config, self._handle, params, 0)
         driver.check(status, "cuLaunchKernelEx")
 
 

@@ -84,10 +84,15 @@ def native_sfa(sfa: torch.Tensor, m: int, k: int) -> torch.Tensor:
     The step between `check_dense`, which it trusts, and the plan: returns `sfa` itself where that
     has the layout. Where not, logs (once, at debug level) that scales had to be copied.
     """
-    if _is_native_2d(sfa.stride(), m, -(-k // BLOCK_K)) and sfa.data_ptr() % _TMA_BYTES == 0:
+    if is_native_sfa(sfa, m, k):
         return sfa
     _log_copy_once()
     return _to_native(sfa)
+
+
+def is_native_sfa(sfa: torch.Tensor, m: int, k: int) -> bool:
+    """Whether checked scales of A have the layout that the kernels load."""
+    return _is_native_2d(sfa.stride(), m, -(-k // BLOCK_K)) and sfa.data_ptr() % _TMA_BYTES == 0
 
 
 def empty_native(mn: int, num_k_blocks: int, device: torch.device) -> torch.Tensor:

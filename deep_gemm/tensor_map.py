@@ -59,3 +59,14 @@ def make_tensor_map(
         f"cuTensorMapEncodeTiled({dtype} {shape}, row stride {row_stride}, box {box})",
     )
     return ctypes.string_at(encoded.getPtr(), TENSOR_MAP_BYTES)
+
+
+def replace_address(tensor_map: int, address: int) -> None:
+    """Let the tensor map that lies at host address `tensor_map` describe the same matrix elsewhere.
+
+    Costs the host a fraction of `make_tensor_map`. Raises `driver.DriverError` if the driver
+    refuses `address` (a device address, a multiple of 16).
+    """
+    api = driver.api()
+    status = api.cuTensorMapReplaceAddress(api.CUtensorMap(tensor_map), address)
+    driver.check(status, "cuTensorMapReplaceAddress")

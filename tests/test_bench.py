@@ -14,6 +14,8 @@ from benchmarks import baselines, dense, plots, results, run, search, table, tim
 from benchmarks.cases import Case, by_weight, dense_cases, peers, sustained_cases
 from benchmarks.compile import run_compile
 from benchmarks.timing import Figures, Measurement, Session, split_calls
+from deep_gemm import plan
+from deep_gemm.jit import CompileError
 
 FLUSH = ["fill", "flush"]
 
@@ -235,6 +237,22 @@ def test_search_reads_configs_in_both_forms(tmp_path):
     full = {name.lower(): value for name, value in config.constants().items()}
     path.write_text(json.dumps([{name: full[name] for name in config.__slots__}]))
     assert search.load_configs(path) == [config]
+
+
+def test_search_leaves_out_what_does_not_compile(capsys, monkeypatch):
+    configs = search.grid()
+    assert len(configs) == len(set(configs)) > 100
+    assert {config for config in configs if config.smem_bytes > plan.SMEM_LIMIT} == set()
+
+    def build(kernel, constants):
+        if constants["BLOCK_M"] == 256:
+            raise CompileError("spills")
+        return b""
+
+    monkeypatch.setattr(search.jit, "build", build)
+    built = search.compiled(configs)
+    assert built == [config for config in configs if config.block_m < 256]
+    assert "spills" in capsys.readouterr().out
 
 
 def result_rows():

@@ -1,11 +1,11 @@
 """`deep_gemm.jit_kernels.utils` of 2025."""
 
-from deep_gemm.runtime import get_num_sms, set_num_sms
 from deep_gemm.layout import (
     get_col_major_tma_aligned_tensor,
     get_m_alignment_for_contiguous_layout,
     get_tma_aligned_size,
 )
+from deep_gemm.runtime import get_num_sms, set_num_sms
 from deep_gemm.utils.math import ceil_div
 
 __all__ = [

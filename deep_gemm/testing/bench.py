@@ -100,9 +100,7 @@ def kernel_durations(events: Iterable[Any]) -> dict[str, list[float]]:
     """Seconds of every launch by full kernel name, from the profiler's event objects."""
     durations = defaultdict(list)
     for event in events:
-        if event.device_type.name == "CUDA" and not getattr(
-            event, "is_user_annotation", False
-        ):
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
             durations[event.name].append(event.time_range.elapsed_us() * 1e-6)
     return durations
 

@@ -39,7 +39,8 @@ def assert_bitwise_equal(x: torch.Tensor, y: torch.Tensor, label: str = "tensors
         )
     width = x.element_size()
     x_bytes, y_bytes = (
-        t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (x, y)
+        t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).view(-1, width)
+        for t in (x, y)
     )
     different = (x_bytes != y_bytes).any(dim=1)
     if different.any():
