@@ -108,9 +108,9 @@ def check_addresses(
                 f"(TMA); {name}.clone() has it, as has a view that starts at a multiple of "
                 f"{16 // tensor.element_size()} elements"
             )
-    if not d.is_contiguous():
-        return
     begin, end = d.data_ptr(), d.data_ptr() + d.nbytes
+    if not begin or not d.is_contiguous():  # address 0: no memory, as of meta tensors
+        return
     for name, tensor in (("a", a), ("sfa", sfa), ("b", b), ("sfb", sfb)):
         start = tensor.data_ptr()
         if start < end and begin < start + tensor.nbytes and tensor.is_contiguous():

@@ -329,7 +329,7 @@ class _TransposeArgs(ctypes.Structure):
 def _to_native(sf: torch.Tensor) -> torch.Tensor:
     check_gpu(sf.device)
     if sf.device.type != "cuda" or settings.backend == "reference" or sf.numel() == 0:
-        return _copy_native(sf)
+        return _empty_native_like(sf).copy_(sf)
     out = _empty_native_like(sf)
     mn, num_k_blocks = sf.shape[-2:]
     num_groups = sf.shape[0] if sf.dim() == 3 else 1
@@ -348,10 +348,6 @@ def _to_native(sf: torch.Tensor) -> torch.Tensor:
     kernel = jit.load_kernel("transpose_scales", _TRANSPOSE)
     launch.run(kernel, config, args, sf.device.index)
     return out
-
-
-def _copy_native(sf: torch.Tensor) -> torch.Tensor:
-    return _empty_native_like(sf).copy_(sf)
 
 
 def _empty_native_like(sf: torch.Tensor) -> torch.Tensor:
