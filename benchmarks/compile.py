@@ -19,7 +19,7 @@ def run_compile(cases: Sequence[Case], repeats: int = 3, track: Track = iter) ->
     """Microseconds of one compiler run per distinct kernel, on one core, past every cache.
 
     One row a kernel with the first weight shape that needs it, then one row a weight shape, whose
-    `groups` is the number of kernels that all its m need together and whose time is their sum.
+    `groups` is the number of kernels that its m in `cases` need together and whose time is their sum.
     """
     times: dict[KernelConfig, Figures] = {}
     kernel_rows, weight_rows = [], []
@@ -34,7 +34,7 @@ def run_compile(cases: Sequence[Case], repeats: int = 3, track: Track = iter) ->
             times[each] = Figures.of([_timed(source) for _ in range(repeats)])
             kernel_rows.append(make_row("compile", times[each], n=n, k=k, config=asdict(each)))
         total = Figures.of([sum(times[each].us for each in configs)])
-        weight_rows.append(make_row("compile all m", total, n=n, k=k, groups=len(configs)))
+        weight_rows.append(make_row("compile all listed m", total, n=n, k=k, groups=len(configs)))
     return kernel_rows + weight_rows
 
 

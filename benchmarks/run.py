@@ -137,7 +137,10 @@ def _short(value: Any) -> str:
 
 
 def _command() -> list[str]:
-    return ["-m", "benchmarks.run", *sys.argv[1:]]
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["bench"]:  # called as deep-gemm bench
+        arguments = arguments[1:]
+    return ["-m", "benchmarks.run", *arguments]
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(
         int32 [..., mn, ceil(k-blocks / 4)] with strides (1, align(mn, 4)); missing k-blocks are 0.
     """
     _check_scales("sf", sf, (2, 3))
-    return _copy_native(_pack_padded(sf))
+    return _aligned_copy(_pack_padded(sf))
 
 
 def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
@@ -256,7 +256,7 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     groups = [_pack_padded(group.mT) for group in sf.split(rows)]
     mn = sf.shape[1]
     packed = torch.cat(groups, dim=1) if groups else sf.new_empty((mn, 0), dtype=torch.int32)
-    return _copy_native(packed).mT
+    return _aligned_copy(packed).mT
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
@@ -329,7 +329,7 @@ class _TransposeArgs(ctypes.Structure):
 def _to_native(sf: torch.Tensor) -> torch.Tensor:
     check_gpu(sf.device)
     if sf.device.type != "cuda" or settings.backend == "reference" or sf.numel() == 0:
-        return _empty_native_like(sf).copy_(sf)
+        return _aligned_copy(sf)
     out = _empty_native_like(sf)
     mn, num_k_blocks = sf.shape[-2:]
     num_groups = sf.shape[0] if sf.dim() == 3 else 1
@@ -348,6 +348,10 @@ def _to_native(sf: torch.Tensor) -> torch.Tensor:
     kernel = jit.load_kernel("transpose_scales", _TRANSPOSE)
     launch.run(kernel, config, args, sf.device.index)
     return out
+
+
+def _aligned_copy(sf: torch.Tensor) -> torch.Tensor:
+    return _empty_native_like(sf).copy_(sf)
 
 
 def _empty_native_like(sf: torch.Tensor) -> torch.Tensor:
@@ -392,6 +396,5 @@ def _check_scales(name: str, sf: Any, ranks: tuple[int, ...] | None) -> None:
 @functools.cache
 def _log_copy_once() -> None:
     logging.getLogger("deep_gemm").debug(
-        "scales of A are not MN-major and TMA-aligned: they are copied before each GEMM; "
-        "per_token_cast_to_fp8 and get_mn_major_tma_aligned_tensor return them aligned"
+        "scales of A are copied before each GEMM; get_mn_major_tma_aligned_tensor aligns them"
     )
