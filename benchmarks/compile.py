@@ -19,7 +19,7 @@ def run_compile(cases: Sequence[Case], repeats: int = 3, track: Track = iter) ->
     """Microseconds of one compiler run per distinct kernel, on one core, past every cache.
 
     One row a kernel with the first weight shape that needs it, then one row a weight shape, whose
-    `groups` is the number of kernels that its m in `cases` need together and whose time is their sum.
+    `groups` is the number of kernels that its m in `cases` need, and whose time is their sum.
     """
     times: dict[KernelConfig, Figures] = {}
     kernel_rows, weight_rows = [], []

@@ -71,14 +71,13 @@ def check_dense(
     _check_operand_dtypes("a", a_data, sfa)
     _check_operand_dtypes("b", b_data, sfb)
     m, n, k = _check_shapes(a_data, sfa, b_data, sfb, d)
-    device = _check_devices(a_data, sfa, b_data, sfb, d)
     a_stride = _check_k_major("a", a_data)
     b_stride = _check_k_major("b", b_data)
     d_stride = _check_row_stride("d", d, 8, "d = torch.empty(m, n, dtype=torch.bfloat16) has it")
     sfb_strides = _check_sfb_layout(sfb)
     check_addresses(a_data, sfa, b_data, sfb, d)
-    check_gpu(device)
-    return Problem("dense", m, n, k, str(device), a_stride, b_stride, d_stride, sfb_strides)
+    check_gpu(d.device)
+    return Problem("dense", m, n, k, str(d.device), a_stride, b_stride, d_stride, sfb_strides)
 
 
 def check_compiled_dims(compiled_dims: Any) -> None:
@@ -97,10 +96,19 @@ def check_compiled_dims(compiled_dims: Any) -> None:
 def check_addresses(
     a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor, d: torch.Tensor
 ) -> None:
-    """Check what may differ between two calls of equal metadata: alignment and overlap.
+    """Check what may differ between calls of equal shapes, strides and dtypes: where tensors are.
+
+    They have to be on one device; `a`, `b` and `d` start at multiples of 16 bytes.
 
     Overlap of `d` with an input is looked for where both are dense; views with gaps are trusted.
     """
+    device = a.device
+    for name, tensor in (("sfa", sfa), ("b", b), ("sfb", sfb), ("d", d)):
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, expected {device} where a is; "
+                f"{name}.to({str(device)!r}) moves it"
+            )
     for name, tensor in (("a", a), ("b", b), ("d", d)):
         if tensor.data_ptr() % 16 and tensor.numel():
             raise ValueError(
@@ -280,19 +288,6 @@ def _check_scale_shape(
         # never swapped silently: a square scale matrix could not be told apart
         remedy = f"pass sf{name}.t()" if got == expected[::-1] else f"{_QUANTISER[name]} makes it"
         raise ValueError(f"sf{name} has shape {got}, expected {expected} = {meaning}; {remedy}")
-
-
-def _check_devices(
-    a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor, d: torch.Tensor
-) -> torch.device:
-    device = a.device
-    for name, tensor in (("sfa", sfa), ("b", b), ("sfb", sfb), ("d", d)):
-        if tensor.device != device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, expected {device} where a is; "
-                f"{name}.to({str(device)!r}) moves it"
-            )
-    return device
 
 
 def _check_k_major(name: str, data: torch.Tensor) -> int:

@@ -396,5 +396,5 @@ def _check_scales(name: str, sf: Any, ranks: tuple[int, ...] | None) -> None:
 @functools.cache
 def _log_copy_once() -> None:
     logging.getLogger("deep_gemm").debug(
-        "scales of A are copied before each GEMM; get_mn_major_tma_aligned_tensor aligns them"
+        "scales of A are copied before each GEMM; per_token_cast_to_fp8 returns them aligned"
     )

@@ -23,7 +23,7 @@ class Candidate:
     tile_us: float  # microseconds per tile beside its k-blocks: mostly the epilogue
 
 
-# The cost model. Its numbers were fitted to 88 shapes x 141 configs timed on an H200; there its
+# The cost model. Its numbers were fitted to 72 shapes x 141 configs timed on an H200; there its
 # choice is within 1 % of the fastest of the 141 on average, within 7 % at worst (docs/design.md).
 LAUNCH_US = 2.763  # start of the kernel, filling of the pipeline
 HIDDEN = 0.285  # share of the shorter of compute and traffic that does not hide behind the longer

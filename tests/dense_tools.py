@@ -1,4 +1,4 @@
-"""Operands, guarded outputs and the oracle for tests of the dense GEMM; kernels broken on purpose."""
+"""Operands, guarded outputs and the oracle for tests of the dense GEMM; defects to plant in it."""
 
 from __future__ import annotations
 
@@ -236,8 +236,8 @@ DEFECTS = [
            "promote_wave(accum[0], partial[i], stage[i], 0, first_columns);",
            "if (step + i != 5) promote_wave(accum[0], partial[i], stage[i], 0, first_columns);",
            _SMALL, (17, 520, 7168)),
-    Defect("scales of rows r and r + 8 swapped", _GEMM, "r % 2 * 8) * 4);", "(1 - r % 2) * 8) * 4);",
-           _PLAIN, (128, 256, 1024)),
+    Defect("scales of rows r and r + 8 swapped", _GEMM,
+           "r % 2 * 8) * 4);", "(1 - r % 2) * 8) * 4);", _PLAIN, (128, 256, 1024)),
     Defect("scales of another wave", _GEMM, "r / 2 * WGMMA_M + r % 2 * 8", "r % 2 * 8",
            _TALL, (256, 256, 512)),
     Defect("scales of another stage", _GEMM, "smem_sfb + (stage.idx * 2 + i) * 4",

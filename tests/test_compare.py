@@ -57,13 +57,14 @@ def test_a_dead_tile_in_a_large_output_is_found(large: torch.Tensor) -> None:
 
 
 def test_a_wrong_row_is_found(large: torch.Tensor) -> None:
-    out = large.clone()
+    ref = large[:1024, :1024]
+    out = ref.clone()
     out[777] = out[778]
-    refuse(out, large, "in row 777", tol=1e-2)
+    refuse(out, ref, "in row 777", tol=1e-2)
 
 
-def test_rows_off_by_one_are_found(large: torch.Tensor) -> None:
-    refuse(large.roll(1, dims=0), large, "of the whole")
+def test_rows_off_by_one_are_found(small: torch.Tensor) -> None:
+    refuse(small.roll(1, dims=0), small, "of the whole")
 
 
 def test_a_swapped_scale_is_found() -> None:

@@ -385,6 +385,16 @@ def test_c030_small_values_keep_their_range(device: str) -> None:
 
 
 @pytest.mark.gpu
+def test_c056_a_mix_of_devices_is_refused_after_a_good_call_too() -> None:
+    (a, sfa), (b, sfb), d = make(64, 256, 384, "cuda")
+    sfa = deep_gemm.get_mn_major_tma_aligned_tensor(sfa)
+    check((a, sfa), (b, sfb), d)
+    refused(ValueError, "expected cpu where a is", (a.cpu(), sfa), (b, sfb), d)
+    refused(ValueError, "sfa is on cpu", (a, sfa.cpu()), (b, sfb), d)
+    refused(ValueError, "sfb is on cpu", (a, sfa), (b, sfb.cpu()), d)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("current", [0, 1])
 def test_c056_the_tensors_device_decides(current: int) -> None:
