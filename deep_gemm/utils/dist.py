@@ -71,5 +71,5 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
     if _local_rank is None:
         raise RuntimeError("dist_print is called before init_dist, which makes the process group")
     if not once_in_node or _local_rank == 0:
-        print(s, flush=True)
+        print(f"{s}\n", end="", flush=True)  # one write: lines of ranks do not mix
     distributed.barrier()

@@ -1,4 +1,4 @@
-"""On the GPU: a watchdog over each test, kernels compiled in parallel, a context that still works."""
+"""On the GPU: a watchdog over each test, and kernels that are compiled in parallel."""
 
 from __future__ import annotations
 

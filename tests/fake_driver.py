@@ -1,0 +1,152 @@
+"""A CUDA driver that writes down what it is asked for; its data types are those of cuda-bindings."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as bindings
+
+from deep_gemm import driver, tensor_map
+
+SUCCESS = bindings.CUresult.CUDA_SUCCESS
+ARGS_BYTES = 1024
+
+
+@dataclass
+class Encoded:
+    """The arguments of one cuTensorMapEncodeTiled, in plain numbers, outermost dimension first."""
+
+    dtype: str
+    address: int
+    shape: tuple[int, ...]
+    stride_bytes: int
+    box: tuple[int, ...]
+    swizzle: str
+
+
+@dataclass
+class Launched:
+    grid: int
+    threads: int
+    smem_bytes: int
+    stream: int
+    cluster: int | None
+    pdl: bool
+    handle: Any
+    args: bytes
+    contexts: list[int]
+
+
+@dataclass
+class FakeDriver:
+    """`driver.api()` of the tests. A fake tensor map begins with its address and its number."""
+
+    encoded: list[Encoded] = field(default_factory=list)
+    launched: list[Launched] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=lambda: [1])  # the stack; device i has i + 1
+    calls: list[str] = field(default_factory=list)
+    launch_status: Any = SUCCESS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(bindings, name)  # types and enumerations
+
+    def cuTensorMapEncodeTiled(
+        self, dtype: Any, rank: int, address: int, sizes: Any, strides: Any, box: Any,
+        element_strides: Any, interleave: Any, swizzle: Any, promotion: Any, fill: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        assert rank == len(sizes) == len(box) == len(strides) + 1 == 2
+        assert [int(stride) for stride in element_strides] == [1, 1]
+        self.encoded.append(
+            Encoded(
+                dtype.name.removeprefix("CU_TENSOR_MAP_DATA_TYPE_"),
+                int(address),
+                tuple(int(size) for size in sizes[::-1]),
+                int(strides[0]),
+                tuple(int(size) for size in box[::-1]),
+                swizzle.name.removeprefix("CU_TENSOR_MAP_SWIZZLE_"),
+            )
+        )
+        content = (ctypes.c_uint64 * 16)(address, len(self.encoded) - 1)
+        return SUCCESS, SimpleNamespace(getPtr=lambda: ctypes.addressof(content), keep=content)
+
+    def cuTensorMapReplaceAddress(self, tensor_map: Any, address: int) -> tuple[Any]:
+        self.calls.append("cuTensorMapReplaceAddress")
+        ctypes.c_uint64.from_address(int(tensor_map.getPtr())).value = int(address)
+        return (SUCCESS,)
+
+    def CUtensorMap(self, address: int) -> Any:
+        return SimpleNamespace(getPtr=lambda: address)
+
+    def cuLaunchKernelEx(self, config: Any, handle: Any, params: int, extra: int) -> tuple[Any]:
+        if self.launch_status != SUCCESS:
+            return (self.launch_status,)
+        assert (config.gridDimY, config.gridDimZ) == (config.blockDimY, config.blockDimZ) == (1, 1)
+        ids = bindings.CUlaunchAttributeID
+        values = {int(attribute.id): attribute.value for attribute in config.attrs}
+        assert len(values) == config.numAttrs
+        cluster = values.pop(int(ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), None)
+        pdl = values.pop(int(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION), None)
+        assert not values
+        assert cluster is None or (cluster.clusterDim.y, cluster.clusterDim.z) == (1, 1)
+        argument = ctypes.c_uint64.from_address(params).value
+        self.launched.append(
+            Launched(
+                config.gridDimX,
+                config.blockDimX,
+                config.sharedMemBytes,
+                int(config.hStream),
+                cluster.clusterDim.x if cluster else None,
+                bool(pdl and pdl.programmaticStreamSerializationAllowed),
+                handle,
+                ctypes.string_at(argument, ARGS_BYTES),
+                list(self.contexts),
+            )
+        )
+        return (SUCCESS,)
+
+    def cuCtxGetCurrent(self) -> tuple[Any, int]:
+        return SUCCESS, self.contexts[-1]
+
+    def cuCtxPushCurrent(self, context: Any) -> tuple[Any]:
+        self.contexts.append(int(context))
+        return (SUCCESS,)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, int]:
+        return SUCCESS, self.contexts.pop()
+
+    def maps_of(self, launched: Launched) -> list[Encoded]:
+        """The seven tensor maps in a launch's argument, with the addresses that it had."""
+        words = [launched.args[128 * i : 128 * i + 16] for i in range(7)]
+        found = []
+        for word in words:
+            address, number = (int.from_bytes(word[i : i + 8], "little") for i in (0, 8))
+            encoded = self.encoded[number]
+            found.append(Encoded(**{**vars(encoded), "address": address}))
+        return found
+
+
+class FakeKernel:
+    """What `jit.load_kernel` returns."""
+
+    def __init__(self, name: str = "", constants: dict[str, int] | None = None) -> None:
+        self.name, self.constants, self.handle = name, constants or {}, object()
+        self.max_smem: list[tuple[int, int]] = []
+
+    def set_max_smem(self, num_bytes: int, device_index: int) -> None:
+        self.max_smem.append((num_bytes, device_index))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """Put a fake in the driver's place, and stream 7 into torch's."""
+    fake = FakeDriver()
+    tensor_map.make_tensor_map.cache_clear()
+    monkeypatch.setattr(driver, "api", lambda: fake)
+    monkeypatch.setattr(driver, "primary_context", lambda index: (index or 0) + 1)
+    monkeypatch.setattr(driver, "device_properties", lambda index: (132, (9, 0)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    return fake

@@ -1,0 +1,174 @@
+"""The planner: known shapes get known kernels, and no plan asks for what the GPU does not have."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import deep_gemm.plan
+from deep_gemm.plan import CANDIDATES, SMEM_LIMIT, make_config, make_plan, predicted_us, units
+from deep_gemm.types import KernelConfig, Problem
+
+HOPPER_SMS = [132, 114, 78]  # H100 SXM, H200, H800; H100 PCIe; H20
+
+# (n, k) of the layers in large mixture-of-experts models, and how many kernels serve all m. Eight
+# are the goal (each is compiled at first use); those above it stand here with what they need.
+KERNELS_OF_A_WEIGHT = {
+    (576, 7168): 10,
+    (2112, 7168): 13,
+    (4096, 7168): 9,
+    (7168, 2048): 9,
+    (7168, 16384): 9,
+    (7168, 18432): 9,
+    (18432, 7168): 9,
+    (24576, 1536): 8,
+    (32768, 512): 8,
+}
+
+
+def problem(m, n, k):
+    return Problem("dense", m, n, k, "cuda:0", k, k, n, (-(-k // 128), 1))
+
+
+@pytest.mark.parametrize(
+    "m, n, k, tile, grid",
+    [
+        (1, 2112, 7168, (64, 16, 1, 1), 132),
+        (64, 2112, 7168, (64, 32, 1, 1), 66),
+        (128, 7168, 2048, (64, 128, 1, 1), 112),
+        (512, 4096, 7168, (128, 128, 1, 1), 128),
+        (2048, 7168, 2048, (192, 128, 1, 2), 132),
+        (4096, 4096, 7168, (256, 128, 1, 2), 132),
+        (4096, 7168, 16384, (256, 128, 1, 2), 132),
+        (8192, 24576, 1536, (192, 128, 1, 2), 132),
+        (4096, 576, 7168, (192, 96, 1, 1), 132),
+        (100, 32768, 512, (128, 128, 1, 1), 132),
+    ],
+)
+def test_known_plans(m, n, k, tile, grid):
+    plan = make_plan(problem(m, n, k), 132)
+    config = plan.kernel
+    assert (config.block_m, config.block_n, config.cluster_m, config.cluster_n) == tile
+    assert plan.launch.grid == grid
+
+
+@pytest.mark.parametrize("n, k", KERNELS_OF_A_WEIGHT)
+def test_few_kernels_serve_all_m(n, k):
+    rows = [*range(1, 1025), *range(1025, 16385, 61)]
+    kernels = {make_plan(problem(m, n, k), 132).kernel for m in rows}
+    assert len(kernels) <= KERNELS_OF_A_WEIGHT[n, k]
+
+
+@given(
+    m=st.integers(1, 1 << 20),
+    n=st.integers(1, 1 << 14).map(lambda x: 8 * x),
+    k=st.integers(1, 1 << 11).map(lambda x: 16 * x),
+    num_sms=st.integers(1, 132) | st.sampled_from(HOPPER_SMS),
+    pdl=st.booleans(),
+)
+def test_every_plan_fits(m, n, k, num_sms, pdl):
+    plan = make_plan(problem(m, n, k), num_sms, pdl)
+    config, launch = plan.kernel, plan.launch
+    assert 0 < launch.grid <= num_sms
+    assert launch.grid % launch.cluster == 0 and launch.cluster == config.cluster_size
+    assert launch.grid <= units(problem(m, n, k), config) * config.cluster_size
+    assert launch.smem_bytes == config.smem_bytes <= SMEM_LIMIT
+    assert launch.threads == config.num_threads <= 512
+    assert launch.pdl is pdl
+    assert plan.raster_m >= 1
+    assert plan.predicted_us > 0
+
+
+@pytest.mark.parametrize("num_sms", HOPPER_SMS)
+def test_the_candidate_of_the_least_predicted_time_is_taken(num_sms):
+    for sizes in ((1, 2112, 7168), (300, 4096, 7168), (5000, 7168, 2048)):
+        times = [predicted_us(problem(*sizes), c, num_sms) for c in CANDIDATES]
+        plan = make_plan(problem(*sizes), num_sms)
+        assert plan.predicted_us == min(times)
+        assert plan.kernel == CANDIDATES[times.index(min(times))].config
+
+
+def test_more_work_never_takes_less_time():
+    for candidate in CANDIDATES:
+        for sizes, more in (
+            ((512, 4096, 1024), (512, 4096, 2048)),
+            ((512, 4096, 1024), (1024, 4096, 1024)),
+            ((512, 4096, 1024), (512, 8192, 1024)),
+        ):
+            times = [predicted_us(problem(*each), candidate, 132) for each in (sizes, more)]
+            assert times[0] < times[1], candidate
+
+
+def test_strides_and_addresses_do_not_matter():
+    narrow = problem(300, 520, 1040)
+    wide = dataclasses.replace(narrow, a_stride=4096, b_stride=2048, d_stride=1024, device="cuda:1")
+    assert make_plan(narrow, 132) == make_plan(wide, 132)
+
+
+def test_one_sm_gets_no_cluster():
+    for m in (1, 200, 5000):
+        assert make_plan(problem(m, 4096, 7168), 1).launch.cluster == 1
+
+
+def test_an_explicit_config_is_taken():
+    config = make_config(128, 96, 2, cluster_m=2)
+    plan = make_plan(problem(300, 520, 1040), 132, True, config)
+    assert plan.kernel == config and plan.predicted_us is None
+    assert plan.launch.grid == units(problem(300, 520, 1040), config) * 2 and plan.launch.pdl
+    known = CANDIDATES[3].config
+    plan = make_plan(problem(300, 520, 1040), 132, False, known)
+    assert plan.kernel == known and plan.predicted_us > 0
+
+
+def test_a_config_that_does_not_fit_is_refused():
+    large = KernelConfig(256, 128, 2, 5)
+    with pytest.raises(ValueError, match=rf"{large.smem_bytes} bytes .* at most {SMEM_LIMIT}"):
+        make_plan(problem(300, 520, 1040), 132, config=large)
+    cluster = make_config(128, 96, 2, cluster_n=2)
+    with pytest.raises(ValueError, match="1 SMs"):
+        make_plan(problem(300, 520, 1040), 1, config=cluster)
+    with pytest.raises(ValueError, match="256 x 192 tile leaves no room for 4 stages"):
+        make_config(256, 192, 2, num_partials=4)
+
+
+def test_candidates_differ_and_cost_something():
+    assert len({candidate.config for candidate in CANDIDATES}) == len(CANDIDATES)
+    assert all(c.k_block_us > 0 and c.tile_us > 0 for c in CANDIDATES)
+    tiles = {(c.config.block_m, c.config.block_n, c.config.num_consumers) for c in CANDIDATES}
+    assert {(256, 128, 2), (192, 128, 3)} <= tiles
+
+
+def test_smem_bytes_is_the_sum_of_the_parts():
+    """As laid out in shared_storage.cuh; the kernel asserts the same number."""
+    config = KernelConfig(192, 96, 3, 5, slab_n=32, num_d_slabs=3)
+    a, b = 5 * 192 * 128, 5 * 96 * 128
+    d = 12 * 3 * 16 * 32 * 2
+    rest = 5 * 192 * 4 + 5 * 2 * 4 + 2 * 5 * 8
+    assert config.smem_bytes == -(-(a + b + d + rest) // 1024) * 1024
+
+
+def test_constants_are_the_fields_in_upper_case():
+    config = CANDIDATES[-1].config
+    constants = config.constants()
+    for name, value in dataclasses.asdict(config).items():
+        assert constants.pop(name.upper()) == value
+    assert constants == {"NUM_THREADS": config.num_threads, "SMEM_BYTES": config.smem_bytes}
+
+
+def test_planning_needs_neither_torch_nor_cuda():
+    tree = ast.parse(Path(deep_gemm.plan.__file__).read_text())
+    imported = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported == {"__future__", "functools", "dataclasses", "deep_gemm.types"}
