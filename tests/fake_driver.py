@@ -1,4 +1,4 @@
-"""A CUDA driver that writes down what it is asked for; its data types are those of cuda-bindings."""
+"""A CUDA driver that notes what it is asked for; its data types are those of cuda-bindings."""
 
 from __future__ import annotations
 
@@ -146,6 +146,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     tensor_map.make_tensor_map.cache_clear()
     monkeypatch.setattr(driver, "api", lambda: fake)
+    monkeypatch.setattr(driver, "_describe", lambda status: "a description")
     monkeypatch.setattr(driver, "primary_context", lambda index: (index or 0) + 1)
     monkeypatch.setattr(driver, "device_properties", lambda index: (132, (9, 0)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)

@@ -9,7 +9,7 @@ import torch
 from dense_tools import CONFIGS, config_id, make_operands
 from fake_driver import ARGS_BYTES, SUCCESS, FakeKernel, bindings, install
 
-from deep_gemm import checks, driver, gemm, launch, plan
+from deep_gemm import checks, driver, launch, plan
 from deep_gemm.gemm import _Args, _make_args
 from deep_gemm.jit.codegen import KERNELS
 from deep_gemm.tensor_map import make_tensor_map
@@ -101,8 +101,7 @@ def test_a_thread_without_a_context(fake):
     assert len(fake.launched) == 1 and fake.contexts == [0]
 
 
-def test_a_refused_launch_is_an_error(fake, monkeypatch):
-    monkeypatch.setattr(driver, "_describe", lambda status: "a description")
+def test_a_refused_launch_is_an_error(fake):
     fake.launch_status = bindings.CUresult.CUDA_ERROR_INVALID_VALUE
     text = r"cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE \(a description\)"
     with pytest.raises(driver.DriverError, match=text):
@@ -269,10 +268,3 @@ def test_a_tensor_map_is_encoded_once(fake):
     assert len(fake.encoded) == 1 and len(first) == 128
     make_tensor_map(8192, "uint8", (64, 256), 256, (64, 128), 128)
     assert len(fake.encoded) == 2
-
-
-def test_names_of_the_argument_exist(fake):
-    """A misspelt scalar would be an attribute that nobody reads."""
-    with pytest.raises(TypeError):
-        _Args(bytes(896), shape_q=1)
-    assert gemm.TENSOR_MAP_BYTES == 128

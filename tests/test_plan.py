@@ -128,7 +128,7 @@ def test_a_config_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=rf"{large.smem_bytes} bytes .* at most {SMEM_LIMIT}"):
         make_plan(problem(300, 520, 1040), 132, config=large)
     cluster = make_config(128, 96, 2, cluster_n=2)
-    with pytest.raises(ValueError, match="1 SMs"):
+    with pytest.raises(ValueError, match="2 SMs for a cluster, expected at most .* and 1"):
         make_plan(problem(300, 520, 1040), 1, config=cluster)
     with pytest.raises(ValueError, match="256 x 192 tile leaves no room for 4 stages"):
         make_config(256, 192, 2, num_partials=4)
