@@ -1,7 +1,9 @@
 """Every setting of the library: the environment variables, and what programs set by function.
 
 A variable is read when its setting is used, never at import, so that `os.environ` may be changed at
-any time. An empty variable counts as unset, and a variable that is not listed here is ignored.
+any time; calls that repeat are remembered, though, and keep the backend of the first until
+`set_backend` or another setter is called. An empty variable counts as unset, and a variable that is
+not listed here is ignored.
 """
 
 from __future__ import annotations
