@@ -24,9 +24,9 @@ class Candidate:
 
 
 # The cost model. Its numbers were fitted to 72 shapes x 141 configs timed on an H200; there its
-# choice is within 1 % of the fastest of the 141 on average, within 7 % at worst (docs/design.md).
+# choice is within 1 % of the fastest of the 141 on average, 7.2 % off at worst (docs/design.md).
 LAUNCH_US = 2.763  # start of the kernel, filling of the pipeline
-HIDDEN = 0.285  # share of the shorter of compute and traffic that does not hide behind the longer
+EXPOSED = 0.285  # share of the shorter of compute and traffic that does not hide behind the longer
 DRAM_BYTES_PER_US = 4.75e6
 L2_BYTES_PER_US = 17.12e6
 CANDIDATES = (
@@ -69,7 +69,7 @@ def predicted_us(problem: Problem, candidate: Candidate, num_sms: int) -> float:
     rows = min(config.block_m, problem.m) / config.cluster_n + config.block_n / config.cluster_m
     l2 = tiles * config.cluster_size * rows * k_blocks * BLOCK_K
     traffic = max(dram / DRAM_BYTES_PER_US, l2 / L2_BYTES_PER_US)
-    return LAUNCH_US + max(compute, traffic) + HIDDEN * min(compute, traffic)
+    return LAUNCH_US + max(compute, traffic) + EXPOSED * min(compute, traffic)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -14,7 +14,7 @@ struct Tile {
 
 // Walks over the tiles of a dense D in steps of the number of clusters. The CTAs of a cluster get
 // adjacent tiles: CLUSTER_M x CLUSTER_N of them form one unit of the walk, and a unit may hang over
-// the edge of D (TMA reads zeros there and writes nothing).
+// the edge of D (nothing is loaded or stored there).
 //
 // Units are visited in bands of `raster_m` units along M, M fastest: the clusters that run at one
 // time then cover a rectangle of D, whose rows of A and B stay in L2.

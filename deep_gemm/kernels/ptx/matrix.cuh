@@ -1,4 +1,4 @@
-// Fragments of D: conversion to bf16 and the transposing store to shared memory.
+// Fragments of D: conversion to bf16 and the store of whole matrices to shared memory.
 #pragma once
 
 #include "ptx/types.cuh"
