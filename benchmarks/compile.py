@@ -22,7 +22,7 @@ def run_compile(cases: Sequence[Case], repeats: int = 3, track: Track = iter) ->
     One row a kernel with the first weight shape that needs it, then one row a weight shape, whose
     `groups` is the number of kernels that its m in `cases` need, and whose time is their sum.
     """
-    os.environ["CUDA_CACHE_DISABLE"] = "1"  # where there is a driver, NVRTC keeps a cache of its own
+    os.environ["CUDA_CACHE_DISABLE"] = "1"  # NVRTC's own cache, which it has where a driver is
     times: dict[KernelConfig, Figures] = {}
     kernel_rows, weight_rows = [], []
     for (n, k), group in track(list(by_weight(cases).items())):
