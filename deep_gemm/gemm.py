@@ -21,7 +21,7 @@ Recipe = Sequence[int] | None
 # up. One that differs from an earlier one in nothing but addresses copies that one's template.
 _launches: dict[tuple[Any, ...], Launch] = {}
 _templates: dict[tuple[Any, ...], _Template] = {}
-_MAX_ENTRIES = 16384
+_MAX_ENTRIES = 4096
 
 
 def fp8_gemm_nt(
