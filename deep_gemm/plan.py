@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from deep_gemm.types import BLOCK_K, GemmPlan, KernelConfig, LaunchConfig, Problem
 
@@ -23,12 +24,44 @@ class Candidate:
     tile_us: float  # microseconds per tile beside its k-blocks: mostly the epilogue
 
 
-# The cost model. Its numbers were fitted to 72 shapes x 141 configs timed on an H200; there its
-# choice is within 1 % of the fastest of the 141 on average, 7.2 % off at worst (docs/design.md).
-LAUNCH_US = 2.763  # start of the kernel, filling of the pipeline
-EXPOSED = 0.285  # share of the shorter of compute and traffic that does not hide behind the longer
-DRAM_BYTES_PER_US = 4.75e6
-L2_BYTES_PER_US = 17.12e6
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Time of a launch in microseconds: its parts, and what all candidates have in common.
+
+    Tiles are handed out in waves of one per SM; meanwhile operands come from DRAM once and from L2
+    once per tile. The longest of the three bounds the launch, and hides most of the others.
+    """
+
+    launch_us: float  # start of the kernel, filling of the pipeline
+    exposed: float  # share of the shorter of compute and traffic that the longer does not hide
+    dram_bytes_per_us: float
+    l2_bytes_per_us: float
+
+    def time_us(self, work: Work, k_block_us: Any, tile_us: Any) -> Any:
+        """Takes numbers, or (`benchmarks.fit`) NumPy arrays of many launches."""
+        compute = work.waves * (work.k_blocks * k_block_us + tile_us)
+        dram, l2 = work.dram_bytes / self.dram_bytes_per_us, work.l2_bytes / self.l2_bytes_per_us
+        traffic = (dram + l2 + abs(dram - l2)) / 2  # the larger of the two, of arrays as well
+        total, difference = compute + traffic, abs(compute - traffic)
+        longer, shorter = (total + difference) / 2, (total - difference) / 2
+        return self.launch_us + longer + self.exposed * shorter
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one launch has to do, in the cost model's units."""
+
+    waves: Any  # of tiles, one per SM
+    k_blocks: Any  # of each tile
+    dram_bytes: Any  # operands and D, once
+    l2_bytes: Any  # operands, once per tile
+
+
+# Fitted by `benchmarks.fit` to 72 shapes x 141 configs timed on an H200; there the choice is
+# within 1 % of the fastest of the 141 on average, 7.2 % off at worst (docs/design.md).
+COST_MODEL = CostModel(
+    launch_us=2.763, exposed=0.285, dram_bytes_per_us=4.75e6, l2_bytes_per_us=17.12e6
+)
 CANDIDATES = (
     Candidate(KernelConfig(64, 16, 1, 12, num_partials=4, slab_n=16, num_d_slabs=1), 0.0799, 0.300),
     Candidate(KernelConfig(64, 32, 1, 12, num_partials=4, slab_n=32, num_d_slabs=1), 0.0846, 0.341),
@@ -54,22 +87,23 @@ def units(problem: Problem, config: KernelConfig) -> int:
     return along_m * along_n
 
 
-def predicted_us(problem: Problem, candidate: Candidate, num_sms: int) -> float:
-    """Time of one launch in microseconds, as the cost model sees it.
-
-    Tiles are handed out in waves of one per SM; meanwhile operands come from DRAM once and from L2
-    once per tile. The longest of the three bounds the launch, and hides most of the others.
-    """
-    config = candidate.config
+def work_of(problem: Problem, config: KernelConfig, num_sms: int) -> Work:
+    """Count what a launch has to do."""
     tiles = units(problem, config)
     k_blocks = -(-problem.k // BLOCK_K)
-    waves = -(-tiles // (num_sms // config.cluster_size))
-    compute = waves * (k_blocks * candidate.k_block_us + candidate.tile_us)
-    dram = (problem.m + problem.n) * problem.k + 2 * problem.m * problem.n
     rows = min(config.block_m, problem.m) / config.cluster_n + config.block_n / config.cluster_m
-    l2 = tiles * config.cluster_size * rows * k_blocks * BLOCK_K
-    traffic = max(dram / DRAM_BYTES_PER_US, l2 / L2_BYTES_PER_US)
-    return LAUNCH_US + max(compute, traffic) + EXPOSED * min(compute, traffic)
+    return Work(
+        waves=-(-tiles // (num_sms // config.cluster_size)),
+        k_blocks=k_blocks,
+        dram_bytes=(problem.m + problem.n) * problem.k + 2 * problem.m * problem.n,
+        l2_bytes=tiles * config.cluster_size * rows * k_blocks * BLOCK_K,
+    )
+
+
+def predicted_us(problem: Problem, candidate: Candidate, num_sms: int) -> float:
+    """Time of one launch in microseconds, as the cost model sees it."""
+    work = work_of(problem, candidate.config, num_sms)
+    return float(COST_MODEL.time_us(work, candidate.k_block_us, candidate.tile_us))
 
 
 @functools.lru_cache(maxsize=65536)

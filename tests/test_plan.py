@@ -171,4 +171,4 @@ def test_planning_needs_neither_torch_nor_cuda():
             else []
         )
     }
-    assert imported == {"__future__", "functools", "dataclasses", "deep_gemm.types"}
+    assert imported == {"__future__", "functools", "dataclasses", "typing", "deep_gemm.types"}
