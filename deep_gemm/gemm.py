@@ -162,6 +162,9 @@ def _key(
     """(addresses, all else that a launch depends on); None if there is no telling from these."""
     try:
         (a_data, sfa), (b_data, sfb) = a, b
+        recipes = (each and tuple(each) for each in (recipe, recipe_a, recipe_b))
+        options = (c is None, compiled_dims, *recipes)
+        hash(options)  # a nested list, say
         addresses = (
             a_data.data_ptr(), sfa.data_ptr(), b_data.data_ptr(), sfb.data_ptr(), d.data_ptr(),
         )  # fmt: skip
@@ -170,9 +173,7 @@ def _key(
             sfa.shape, sfa.stride(), sfa.dtype, addresses[1] % 16,  # not aligned: not native
             b_data.shape, b_data.stride(), b_data.dtype,
             sfb.shape, sfb.stride(), sfb.dtype,
-            d.shape, d.stride(), d.dtype, d.device, b_data.device,
-            c is None, recipe and tuple(recipe), recipe_a and tuple(recipe_a),
-            recipe_b and tuple(recipe_b), compiled_dims, settings.epoch,
+            d.shape, d.stride(), d.dtype, d.device, b_data.device, options, settings.epoch,
         )  # fmt: skip
     except (AttributeError, TypeError, ValueError):  # wrong kinds of arguments: for the checks
         return None

@@ -269,3 +269,12 @@ def test_problem_is_hashable_and_frozen() -> None:
     assert problem in {problem}
     with pytest.raises(dataclasses.FrozenInstanceError):
         problem.m = 1  # type: ignore[misc]
+
+
+def test_a_nested_recipe_is_refused_by_the_call() -> None:
+    """It cannot be looked up among remembered launches; the checks have to say what is wrong."""
+    a = deep_gemm.per_token_cast_to_fp8(torch.ones(8, 128))
+    b = deep_gemm.per_block_cast_to_fp8(torch.ones(8, 128))
+    d = torch.empty(8, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="recipe is .* expected None or 3 sizes"):
+        deep_gemm.fp8_gemm_nt(a, b, d, recipe=[[1], 128, 128])
