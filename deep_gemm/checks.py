@@ -32,6 +32,8 @@ def can_run(
     recipe: Recipe = None,
     recipe_a: Recipe = None,
     recipe_b: Recipe = None,
+    compiled_dims: Any = "nk",
+    disable_ue8m0_cast: bool = False,
 ) -> bool:
     """Tell whether `fp8_gemm_nt` accepts these arguments; takes the same ones, raises nothing.
 
@@ -39,6 +41,7 @@ def can_run(
     launch, a compilation or a look at the data.
     """
     try:
+        check_compiled_dims(compiled_dims)
         check_dense(a, b, d, c, recipe, recipe_a, recipe_b)
     except (ValueError, TypeError, NotImplementedError):
         return False
@@ -121,7 +124,11 @@ def check_addresses(
         return
     for name, tensor in (("a", a), ("sfa", sfa), ("b", b), ("sfb", sfb)):
         start = tensor.data_ptr()
-        if start < end and begin < start + tensor.nbytes and tensor.is_contiguous():
+        if (
+            start < end
+            and begin < start + tensor.nbytes
+            and (tensor.is_contiguous() or tensor.t().is_contiguous())
+        ):
             raise ValueError(
                 f"d shares memory with {name}, expected separate storage: tiles of d are written "
                 f"while {name} is still being read; pass a new tensor as d"
@@ -164,6 +171,10 @@ def _pair(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    if value.layout != torch.strided:
+        raise TypeError(
+            f"{name} has layout {value.layout}, expected torch.strided; {name}.to_dense() has it"
+        )
 
 
 def _check_recipe(recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe) -> None:
@@ -214,7 +225,7 @@ def _check_output(c: Any, d: torch.Tensor) -> None:
     if d.dtype == torch.float32:
         raise NotImplementedError(
             "d has dtype torch.float32, expected torch.bfloat16: this version writes bfloat16 "
-            "only (float32 comes with the weight gradients); d.bfloat16() has the right dtype"
+            "only (float32 comes with the weight gradients); allocate it so, and convert afterwards"
         )
     if d.dtype != torch.bfloat16:
         raise TypeError(f"d has dtype {d.dtype}, expected torch.bfloat16; allocate d with it")

@@ -27,13 +27,17 @@ from deep_gemm.jit import cache, compiler
 from deep_gemm.plan import make_plan
 from deep_gemm.types import GemmPlan, KernelConfig, Problem
 
-app = typer.Typer(help="FP8 matrix multiplication for Hopper.", no_args_is_help=True)
-cache_app = typer.Typer(help="The compiled kernels on disk.", no_args_is_help=True)
+app = typer.Typer(
+    help="FP8 matrix multiplication for Hopper.", no_args_is_help=True, rich_markup_mode=None
+)
+cache_app = typer.Typer(
+    help="The compiled kernels on disk.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(cache_app, name="cache")
 console = Console(highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-NumSms = Annotated[int, typer.Option(help="SMs to plan for; 0: the GPU's, or 132")]
+NumSms = Annotated[int, typer.Option(min=0, help="SMs to plan for; 0: the GPU's, or 132")]
 
 KERNEL = "fp8_gemm_1d2d"
 PACKAGES = ("cuda-bindings", "cuda-pathfinder", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
@@ -124,7 +128,7 @@ def collect_env(as_json: Json = False) -> None:
 def precompile(
     n: int,
     k: int,
-    max_m: Annotated[int, typer.Option(help="the largest m")] = 16384,
+    max_m: Annotated[int, typer.Option(min=1, help="the largest m")] = 16384,
     num_sms: NumSms = 0,
     as_json: Json = False,
 ) -> None:

@@ -175,7 +175,7 @@ def _key(
             sfb.shape, sfb.stride(), sfb.dtype,
             d.shape, d.stride(), d.dtype, d.device, b_data.device, options, settings.epoch,
         )  # fmt: skip
-    except (AttributeError, TypeError, ValueError):  # wrong kinds of arguments: for the checks
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # for the checks to explain
         return None
     return addresses, rest
 

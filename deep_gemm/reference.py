@@ -15,6 +15,7 @@ from deep_gemm.types import BLOCK_K
 _MAX_PARTIAL = 1 << 24  # elements of a temporary: rows of D are made in bands of that size
 
 
+@torch.no_grad()  # parameters may be operands, and d is written in place
 def gemm_nt(
     a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor, d: torch.Tensor
 ) -> None:

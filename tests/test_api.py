@@ -31,7 +31,8 @@ SIGNATURES = {
     "fp8_fp4_gemm_tn": GEMM.format("mn"),
     "fp8_fp4_gemm_tt": GEMM.format("mn"),
     "gemm_fp8_fp8_bf16_nt": "lhs, rhs, out",
-    "can_run": "a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None",
+    "can_run": "a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, "
+    "compiled_dims='nk', disable_ue8m0_cast=False",
     "make_plan": "problem, num_sms, pdl=False, config=None",
     "set_num_sms": "num_sms",
     "get_num_sms": "",

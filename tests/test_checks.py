@@ -278,3 +278,34 @@ def test_a_nested_recipe_is_refused_by_the_call() -> None:
     d = torch.empty(8, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="recipe is .* expected None or 3 sizes"):
         deep_gemm.fp8_gemm_nt(a, b, d, recipe=[[1], 128, 128])
+
+
+def test_parameters_may_be_operands() -> None:
+    a = deep_gemm.per_token_cast_to_fp8(torch.ones(8, 128))
+    b, sfb = deep_gemm.per_block_cast_to_fp8(torch.ones(8, 128))
+    d = torch.empty(8, 8, dtype=torch.bfloat16)
+    deep_gemm.fp8_gemm_nt(a, (b, torch.nn.Parameter(sfb)), d)
+    assert torch.equal(d, torch.full_like(d, 128))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compiled_dims": ["n"]}, {"recipe": torch.tensor([1, 128, 128])}],
+    ids=["compiled_dims", "recipe"],
+)
+def test_options_of_the_wrong_kind_are_explained(options: dict[str, Any]) -> None:
+    a = deep_gemm.per_token_cast_to_fp8(torch.ones(8, 128))
+    b = deep_gemm.per_block_cast_to_fp8(torch.ones(8, 128))
+    d = torch.empty(8, 8, dtype=torch.bfloat16)
+    assert not checks.can_run(a, b, d, **options)
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(options))} is .* expected"):
+        deep_gemm.fp8_gemm_nt(a, b, d, **options)
+
+
+def test_sparse_tensors_are_refused() -> None:
+    a, sfa = deep_gemm.per_token_cast_to_fp8(torch.ones(8, 128))
+    b = deep_gemm.per_block_cast_to_fp8(torch.ones(8, 128))
+    d = torch.empty(8, 8, dtype=torch.bfloat16)
+    assert not checks.can_run((a, sfa.to_sparse()), b, d)
+    with pytest.raises(TypeError, match="sfa has layout torch.sparse_coo, expected torch.strided"):
+        deep_gemm.fp8_gemm_nt((a, sfa.to_sparse()), b, d)
