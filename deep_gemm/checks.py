@@ -110,13 +110,14 @@ def check_addresses(
         if tensor.device != device:
             raise ValueError(
                 f"{name} is on {tensor.device}, expected {device} where a is; "
-                f"{name}.to({str(device)!r}) moves it"
+                + ("allocate it there" if name == "d" else f"{name}.to({str(device)!r}) moves it")
             )
     for name, tensor in (("a", a), ("b", b), ("d", d)):
         if tensor.data_ptr() % 16 and tensor.numel():
+            remedy = "a new tensor" if name == "d" else f"{name}.clone()"
             raise ValueError(
                 f"{name} starts at address {tensor.data_ptr():#x}, expected a multiple of 16 bytes "
-                f"(TMA); {name}.clone() has it, as has a view that starts at a multiple of "
+                f"(TMA); {remedy} has it, as has a view that starts at a multiple of "
                 f"{16 // tensor.element_size()} elements"
             )
     begin, end = d.data_ptr(), d.data_ptr() + d.nbytes
