@@ -2,7 +2,9 @@
 
 `ratio_to_tensor` is our time over `torch._scaled_mm`'s of the same run (T: below 1 we are faster);
 `ratio_to_deepgemm` is DeepGEMM's time over ours, each in units of its own run's yardstick (above 1
-we are faster). Figures that do not apply are null.
+we are faster). Grouped rows count real rows only, never padding; `floor_us` is the time to read or
+write each byte once at 4.55 TB/s, `triton_us` that of a Triton kernel: the peers', scaled by the
+yardsticks, or our own, as `triton_source` says. Figures that do not apply are null.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIELDS = (
     "op", "layout", "recipe", "m", "n", "k", "groups", "m_per_group", "tokens", "us", "p10_us",
     "p90_us", "tflops", "gb_per_s", "cublaslt_tensor_us", "cublaslt_block_us", "ratio_to_tensor",
-    "ratio_to_deepgemm", "sm_mhz", "power_w", "config",
+    "ratio_to_deepgemm", "sm_mhz", "power_w", "config", "triton_us", "triton_source", "floor_us",
 )  # fmt: skip
 
 Row = dict[str, Any]

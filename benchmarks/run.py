@@ -16,21 +16,33 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.cases import dense_cases, sustained_cases
 from benchmarks.results import Row
-from benchmarks.table import dense_table
+from benchmarks.table import dense_table, grouped_table
 
 app = typer.Typer(help="Measure this library.", no_args_is_help=True, add_completion=False)
 console = Console(highlight=False)
 if not console.is_terminal:
     console.width = 180  # a log is not wrapped
-HIDDEN = ("layout", "recipe")  # the same in all rows
+HIDDEN = ("layout", "recipe")  # where they are the same in all rows
 
 Shapes = Annotated[
     str | None, typer.Option(help="shapes MxNxK with wildcards, separated by commas")
+]
+GroupedShapes = Annotated[
+    str | None,
+    typer.Option(
+        "--shapes", help='words with wildcards, such as "masked 32x8 4096x7168", commas between'
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="result file to write (JSON)")]
 Commit = Annotated[str | None, typer.Option(help="commit to note, where git cannot tell")]
 PlotFolder = Annotated[
     Path | None, typer.Option("--plot", help="folder for roofline.png and ratios.png")
+]
+GroupedPlotFolder = Annotated[
+    Path | None, typer.Option("--plot", help="folder for grouped_tflops.png")
+]
+Triton = Annotated[
+    bool, typer.Option("--triton/--no-triton", help="measure a Triton kernel where no peer did")
 ]
 
 
@@ -48,6 +60,31 @@ def dense(
         from benchmarks.plots import plot as draw
 
         title = f"FP8 GEMM, 1x128 by 128x128 scales, {meta['gpu']}, {meta['date']}"
+        for path in draw(rows, plot, title):
+            console.print(f"wrote {path}")
+
+
+@app.command()
+def grouped(
+    shapes: GroupedShapes = None,
+    out: Out = None,
+    commit: Commit = None,
+    plot: GroupedPlotFolder = None,
+    triton: Triton = True,
+) -> None:
+    """Kernel time of the contiguous, masked and prefix-sum layouts next to Triton's."""
+    from benchmarks.grouped import run_grouped
+    from benchmarks.grouped_cases import grouped_cases
+    from benchmarks.timing import Timer
+
+    cases = _cases(grouped_cases, shapes)
+    rows, yardstick_us = run_grouped(cases, _hopper(Timer), track=track, triton=triton)
+    meta = _finish(rows, out, commit, yardstick_us)
+    console.print(grouped_table(meta, rows).split("\n\n")[0])
+    if plot is not None:
+        from benchmarks.grouped_plots import plot as draw
+
+        title = f"Grouped FP8 GEMM, {meta['gpu']}, {meta['date']}"
         for path in draw(rows, plot, title):
             console.print(f"wrote {path}")
 
@@ -112,7 +149,8 @@ def _finish(
     columns = {
         name: [_short(row[name]) for row in rows]
         for name in results.FIELDS
-        if name not in HIDDEN and any(row[name] is not None for row in rows)
+        if any(row[name] is not None for row in rows)
+        and not (name in HIDDEN and len({row[name] for row in rows}) == 1)
     }
     table = Table(*(name.replace("cublaslt_", "") for name in columns), box=None)
     for values in zip(*columns.values(), strict=True):

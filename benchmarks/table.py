@@ -13,6 +13,8 @@ from benchmarks.results import RESULTS, ROOT, Row, geomean, load
 BEGIN = "<!-- results: written by python -m benchmarks.table -->"
 END = "<!-- end of results -->"
 CLASSES = {"decode": "m <= 64", "mid": "m = 128 to 512", "large": "m >= 2048"}
+LAYOUTS = {"contiguous": "contiguous", "masked": "masked", "psum": "prefix sums, no padding"}
+GROUP_ROWS = (4096, 64, 0)  # classes of grouped rows: at least as many rows per group
 
 
 def main() -> None:
@@ -37,6 +39,8 @@ def render(folder: Path) -> str:
     parts = []
     if (path := folder / "h200_dense.json").exists():
         parts.append(dense_table(*load(path)))
+    if (path := folder / "h200_grouped.json").exists():
+        parts.append(grouped_table(*load(path)))
     if (path := folder / "h200_sustained.json").exists():
         parts.append(sustained_table(load(path)[1]))
     if (path := folder / "h200_host.json").exists():
@@ -80,6 +84,66 @@ def dense_table(meta: Row, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def grouped_table(meta: Row, rows: list[Row]) -> str:
+    """Per layout and rows per group: our speed, and how far ahead of DeepGEMM and Triton it is."""
+    lines = [
+        "| Grouped GEMM | rows per group | cases | TFLOPS | share of read speed | DeepGEMM / ours "
+        "| Triton / ours |",
+        "|--|--|--|--|--|--|--|",
+    ]
+    classes: dict[tuple[str, int], list[Row]] = {
+        (layout, least): [] for layout in LAYOUTS for least in GROUP_ROWS
+    }
+    for row in rows:
+        least = next(each for each in GROUP_ROWS if row["m_per_group"] >= each)
+        classes[row["layout"], least].append(row)
+    for (layout, _), members in classes.items():
+        if members:
+            cells = (
+                LAYOUTS[layout],
+                _range([row["m_per_group"] for row in members]),
+                str(len(members)),
+                _range([row["tflops"] for row in members]),
+                _spread([row["floor_us"] / row["us"] for row in members]),
+                _spread([row["ratio_to_deepgemm"] for row in members if row["ratio_to_deepgemm"]]),
+                _spread([row["triton_us"] / row["us"] for row in members if row["triton_us"]]),
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Ratios are of times, geomean (worst case): above 1 we are faster. Only rows that belong "
+        "to a group count, padding never does. The share of read speed is the time to move every "
+        "byte once at 4.55 TB/s over ours: few rows per group are bound by it, many by the tensor "
+        "cores. "
+        "DeepGEMM (June 2025) was measured by the same method in a run of its own, and so was "
+        "Triton (SGLang's kernel) on those cases; on the others it is the kernel in "
+        "`benchmarks/triton_grouped.py`, the best of several builds, in the same run. "
+        + _padding_line(rows)
+        + f"Measured on one {meta['gpu']}, {meta['date']}, commit {meta['commit']}.",
+    ]
+    return "\n".join(lines)
+
+
+def _padding_line(rows: list[Row]) -> str:
+    """What the prefix-sum layout takes of the time of the padded layout of the same rows."""
+    times = {
+        (row["groups"], row["m_per_group"], row["n"], row["k"], row["layout"]): row["us"]
+        for row in rows
+    }
+    ratios: dict[str, list[float]] = {}
+    for (*family, layout), us in times.items():
+        psum_us = times.get((*family, "psum"))
+        if layout != "psum" and psum_us:
+            ratios.setdefault(layout, []).append(psum_us / us)
+    if not ratios:
+        return ""
+    parts = " and ".join(
+        f"{geomean(each):.2f} ({max(each):.2f}) of the {layout} layout's"
+        for layout, each in ratios.items()
+    )
+    return f"The same rows as prefix sums take {parts} time. "
+
+
 def sustained_table(rows: list[Row]) -> str:
     """TFLOPS of one second back to back."""
     lines = [
@@ -100,6 +164,15 @@ def host_line(rows: list[Row]) -> str:
     """Host time of every call that was timed."""
     times = ", ".join(f"{row['op']} {row['us']:.1f}" for row in rows)
     return f"Host time per call in microseconds: {times}."
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"**{geomean(ratios):.2f}** ({min(ratios):.2f})" if ratios else ""
 
 
 def _case(row: Row) -> Case:

@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, NoReturn
 from deep_gemm import jit, jit_kernels, legacy, testing, utils
 from deep_gemm.checks import can_run
 from deep_gemm.gemm import fp8_gemm_nn, fp8_gemm_nt, fp8_gemm_tn, fp8_gemm_tt
-from deep_gemm.legacy import gemm_fp8_fp8_bf16_nt
+from deep_gemm.grouped_gemm import (
+    fp8_m_grouped_gemm_nt_masked,
+    m_grouped_fp8_fp4_gemm_nn_contiguous,
+    m_grouped_fp8_fp4_gemm_nt_contiguous,
+    m_grouped_fp8_fp4_gemm_nt_masked,
+    m_grouped_fp8_gemm_nn_contiguous,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+)
+from deep_gemm.legacy import (
+    gemm_fp8_fp8_bf16_nt,
+    m_grouped_gemm_fp8_fp8_bf16_nt_contiguous,
+    m_grouped_gemm_fp8_fp8_bf16_nt_masked,
+)
 from deep_gemm.plan import make_plan
 from deep_gemm.runtime import (
     get_backend,
@@ -38,8 +51,6 @@ from deep_gemm.unavailable import (
     get_symm_buffer_for_mega_moe,
     m_grouped_bf16_gemm_nn_contiguous,
     m_grouped_bf16_gemm_nt_contiguous,
-    m_grouped_fp8_fp4_gemm_nn_contiguous,
-    m_grouped_fp8_fp4_gemm_nt_contiguous,
     transform_weights_for_mega_moe,
 )
 from deep_gemm.utils.dist import dist_print, init_dist, uneven_all_gather
@@ -96,6 +107,7 @@ __all__ = [
     "fp8_gemm_nt",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
+    "fp8_m_grouped_gemm_nt_masked",
     "gemm_fp8_fp8_bf16_nt",
     "get_backend",
     "get_col_major_tma_aligned_tensor",
@@ -120,6 +132,12 @@ __all__ = [
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_fp8_fp4_gemm_nn_contiguous",
     "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nn_contiguous",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous",
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked",
     "make_plan",
     "pack_ue8m0_to_int",
     "per_block_cast_to_fp8",

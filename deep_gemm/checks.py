@@ -338,10 +338,10 @@ def _check_row_stride(name: str, tensor: torch.Tensor, multiple: int, remedy: st
 
 def _check_sfb_layout(sfb: torch.Tensor) -> tuple[int, int]:
     """Canonical strides of the weight scales along n-blocks and k-blocks."""
-    num_n_blocks, num_k_blocks = sfb.shape
+    num_n_blocks, num_k_blocks = sfb.shape[-2:]
     if sfb.is_contiguous():
         return num_k_blocks, 1
-    if sfb.t().is_contiguous():
+    if sfb.mT.is_contiguous():
         return 1, num_n_blocks
     raise ValueError(
         f"sfb has strides {sfb.stride()} for shape {tuple(sfb.shape)}, expected a contiguous "

@@ -174,7 +174,7 @@ def cache_clear() -> None:
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
 )
 def bench(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Measure: dense, sustained, host, compile or quantize (from a source checkout)."""
+    """Measure: dense, grouped, sustained, host, compile or quantize (from a source checkout)."""
     root = Path(__file__).resolve().parent.parent
     if not (root / "benchmarks" / "run.py").exists():
         raise ImportError(

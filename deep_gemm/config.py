@@ -2,7 +2,7 @@
 
 A variable is read when its setting is used, never at import, so that `os.environ` may be changed at
 any time; calls that repeat are remembered, though, and keep the backend of the first until
-`set_backend` or another setter is called. An empty variable counts as unset, and a variable that is
+`set_backend` chooses another. An empty variable counts as unset, and a variable that is
 not listed here is ignored.
 """
 
@@ -61,10 +61,11 @@ def _text(*names: str) -> _Env[str]:
 class Settings:
     """The one instance is `settings`; functions such as `deep_gemm.set_backend` write to it."""
 
-    epoch: int  # changes whenever a program changes a setting, so that launches may be remembered
+    launch_state: tuple[Any, ...]  # what a remembered launch depends on of what programs have set
 
     print_configs = _flag("DG_PRINT_CONFIGS")  # print each new plan
     use_nvidia_tools = _flag("DG_USE_NVIDIA_TOOLS", "DG_NSYS_PROFILING")  # a profiler is attached
+    debug_checks = _flag("DG_DEBUG_CHECKS")  # check group ids and sizes on the device: synchronises
     jit_debug = _flag("DG_JIT_DEBUG")  # print each cache hit, miss and compile time
     jit_use_nvrtc = _flag("DG_JIT_USE_NVRTC", default=True)  # 0: nvcc where there is one
     jit_nvcc_compiler = _text("DG_JIT_NVCC_COMPILER", "DG_NVCC_COMPILER")  # path or name of nvcc
@@ -90,7 +91,8 @@ class Settings:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        super().__setattr__("epoch", vars(self).get("epoch", 0) + 1)
+        state = tuple(vars(self).get(each) for each in ("_set_backend", "num_sms", "pdl"))
+        super().__setattr__("launch_state", state)
 
     @property
     def backend(self) -> Backend:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deep_gemm import checks, driver, jit, layout, plan, reference
+from deep_gemm.arguments import Operands, Template, make_template, remember
 from deep_gemm.config import settings
 from deep_gemm.launch import Launch
-from deep_gemm.tensor_map import TENSOR_MAP_BYTES, make_tensor_map, replace_address
-from deep_gemm.types import BLOCK_K, GemmPlan, KernelConfig, Problem
+from deep_gemm.types import KernelConfig, Problem
 
 Pair = Sequence[torch.Tensor]
 Recipe = Sequence[int] | None
@@ -20,8 +19,7 @@ Recipe = Sequence[int] | None
 # Launches by all that goes into them: a call that repeats, addresses included, only looks its own
 # up. One that differs from an earlier one in nothing but addresses copies that one's template.
 _launches: dict[tuple[Any, ...], Launch] = {}
-_templates: dict[tuple[Any, ...], _Template] = {}
-_MAX_ENTRIES = 4096
+_templates: dict[tuple[Any, ...], Template] = {}
 
 
 def fp8_gemm_nt(
@@ -73,16 +71,16 @@ def fp8_gemm_nt(
         problem = checks.check_dense(a, b, d, c, recipe, recipe_a, recipe_b)
         if _finished_without_launch(problem, a, b, d):
             return
-        template = _prepare(problem, a, b, d, None)
+        template = _prepare(problem, Operands(*a, *b, d), None)
         if key:
-            _remember(_templates, key[1], template)
+            remember(_templates, key[1], template)
     else:
         checks.check_addresses(a[0], a[1], b[0], b[1], d)
     sfa = layout.native_sfa(a[1], a[0].shape[0], a[0].shape[1])
-    launch = template.at(a[0], sfa, b[0], b[1], d)
+    launch = template.at(Operands(a[0], sfa, b[0], b[1], d))
     launch()
     if key and sfa is a[1]:  # a transposed copy has another address the next time
-        _remember(_launches, key, launch)
+        remember(_launches, key, launch)
 
 
 def fp8_gemm_nn(
@@ -146,7 +144,8 @@ def run_dense(a: Pair, b: Pair, d: torch.Tensor, config: KernelConfig) -> None:
     problem = checks.check_dense(a, b, d)
     if not _finished_without_launch(problem, a, b, d):
         sfa = layout.native_sfa(a[1], problem.m, problem.k)
-        _prepare(problem, a, b, d, config).at(a[0], sfa, b[0], b[1], d)()
+        template = _prepare(problem, Operands(*a, *b, d), config)
+        template.at(Operands(a[0], sfa, b[0], b[1], d))()
 
 
 def _key(
@@ -173,17 +172,11 @@ def _key(
             sfa.shape, sfa.stride(), sfa.dtype, addresses[1] % 16,  # not aligned: not native
             b_data.shape, b_data.stride(), b_data.dtype,
             sfb.shape, sfb.stride(), sfb.dtype,
-            d.shape, d.stride(), d.dtype, d.device, b_data.device, options, settings.epoch,
+            d.shape, d.stride(), d.dtype, d.device, b_data.device, options, settings.launch_state,
         )  # fmt: skip
     except (AttributeError, TypeError, ValueError, RuntimeError):  # for the checks to explain
         return None
     return addresses, rest
-
-
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(cache) >= _MAX_ENTRIES:
-        cache.clear()
-    cache[key] = value
 
 
 def _transposed(pair: Pair) -> Pair:
@@ -194,56 +187,6 @@ def _transposed(pair: Pair) -> Pair:
         each.transpose(0, 1) if isinstance(each, torch.Tensor) and each.dim() == 2 else each
         for each in pair
     ]
-
-
-class _Args(ctypes.Structure):
-    """`struct fp8_gemm_1d2d_args` of the kernel; the tail is what its alignment of 128 adds."""
-
-    _fields_ = (
-        ("_tensor_maps", ctypes.c_uint8 * (7 * TENSOR_MAP_BYTES)),
-        ("sfb", ctypes.c_uint64),
-        ("sfb_stride_n", ctypes.c_uint32),
-        ("sfb_stride_k", ctypes.c_uint32),
-        ("shape_m", ctypes.c_uint32),
-        ("shape_n", ctypes.c_uint32),
-        ("shape_k", ctypes.c_uint32),
-        ("raster_m", ctypes.c_uint32),
-        ("_tail", ctypes.c_uint8 * 96),
-    )
-
-    def __init__(self, tensor_maps: bytes, **scalars: int) -> None:
-        super().__init__(**scalars)
-        ctypes.memmove(ctypes.addressof(self), tensor_maps, len(tensor_maps))
-
-
-class _Template:
-    """A launch for given sizes and strides, to be copied for the addresses of each call."""
-
-    __slots__ = ("_addresses", "_args", "_launch")
-
-    def __init__(self, launch: Launch, args: _Args, addresses: tuple[int, ...]) -> None:
-        self._launch, self._args = launch, args
-        self._addresses = addresses  # what each tensor map of `args` points at
-
-    def at(
-        self,
-        a: torch.Tensor,
-        sfa: torch.Tensor,
-        b: torch.Tensor,
-        sfb: torch.Tensor,
-        d: torch.Tensor,
-    ) -> Launch:
-        args = _Args.from_buffer_copy(self._args)
-        args.sfb = sfb.data_ptr()
-        pa, pb, psfa = a.data_ptr(), b.data_ptr(), sfa.data_ptr()
-        tensor_map = ctypes.addressof(args)
-        for old, new in zip(
-            self._addresses, (pa, pa, pb, pb, psfa, psfa, d.data_ptr()), strict=True
-        ):
-            if new != old:
-                replace_address(tensor_map, new)
-            tensor_map += TENSOR_MAP_BYTES
-        return self._launch.with_args(args)
 
 
 def _finished_without_launch(problem: Problem, a: Pair, b: Pair, d: torch.Tensor) -> bool:
@@ -259,58 +202,13 @@ def _finished_without_launch(problem: Problem, a: Pair, b: Pair, d: torch.Tensor
     return False
 
 
-def _prepare(
-    problem: Problem, a: Pair, b: Pair, d: torch.Tensor, config: KernelConfig | None
-) -> _Template:
+def _prepare(problem: Problem, operands: Operands, config: KernelConfig | None) -> Template:
     """Plan, compile or find the kernel, and pack its arguments."""
-    device_index = d.device.index
+    device_index = operands.d.device.index
     available, _ = driver.device_properties(device_index)
     num_sms = min(settings.num_sms or available, available)
     gemm_plan = plan.make_plan(problem, num_sms, settings.pdl, config)
     if settings.print_configs:
         print(f"{problem}\n  -> {gemm_plan}")
     kernel = jit.load_kernel("fp8_gemm_1d2d", gemm_plan.kernel.constants())
-    args, addresses = _make_args(problem, gemm_plan, a, b, d)
-    return _Template(Launch(kernel, gemm_plan.launch, args, device_index), args, addresses)
-
-
-def _make_args(
-    problem: Problem, gemm_plan: GemmPlan, a: Pair, b: Pair, d: torch.Tensor
-) -> tuple[_Args, tuple[int, ...]]:
-    """The kernel's argument, and what its tensor maps point at.
-
-    Scales of A that are not native are described as their native copy will be.
-    """
-    config, m, n, k = gemm_plan.kernel, problem.m, problem.n, problem.k
-    (a_data, sfa), (b_data, sfb) = a, b
-    k_blocks = -(-k // BLOCK_K)
-    native = layout.is_native_sfa(sfa, m, k)
-    sfa_stride = sfa.stride(1) if native and k_blocks > 1 else layout.get_tma_aligned_size(m, 4)
-    pa, pb, pd = a_data.data_ptr(), b_data.data_ptr(), d.data_ptr()
-    psfa = sfa.data_ptr() // 16 * 16
-    # One map for whole tiles and one for those at the edge: the kernel tells why.
-    a_rows, b_rows = config.block_m // config.cluster_n, config.block_n // config.cluster_m
-    a_edge, b_edge = m % a_rows or a_rows, n % b_rows or b_rows
-    sfa_edge = -(-(m % config.block_m) // 4) * 4 or config.block_m
-    maps = (
-        make_tensor_map(pa, "uint8", (m, k), problem.a_stride, (a_rows, BLOCK_K), 128),
-        make_tensor_map(pa, "uint8", (m, k), problem.a_stride, (a_edge, BLOCK_K), 128),
-        make_tensor_map(pb, "uint8", (n, k), problem.b_stride, (b_rows, BLOCK_K), 128),
-        make_tensor_map(pb, "uint8", (n, k), problem.b_stride, (b_edge, BLOCK_K), 128),
-        make_tensor_map(psfa, "float32", (k_blocks, m), sfa_stride, (1, config.block_m), 0),
-        make_tensor_map(psfa, "float32", (k_blocks, m), sfa_stride, (1, sfa_edge), 0),
-        make_tensor_map(
-            pd, "bfloat16", (m, n), problem.d_stride, (16, config.slab_n), config.slab_n * 2
-        ),
-    )
-    args = _Args(
-        tensor_maps=b"".join(maps),
-        sfb=sfb.data_ptr(),
-        sfb_stride_n=problem.sfb_strides[0],
-        sfb_stride_k=problem.sfb_strides[1],
-        shape_m=m,
-        shape_n=n,
-        shape_k=k,
-        raster_m=gemm_plan.raster_m,
-    )
-    return args, (pa, pa, pb, pb, psfa, psfa, pd)
+    return make_template(kernel, problem, gemm_plan, operands, device_index)

@@ -79,7 +79,7 @@ def get_col_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def native_sfa(sfa: torch.Tensor, m: int, k: int) -> torch.Tensor:
-    """Scales of A, float32 [m, ceil(k / 128)], in the layout that the kernels load.
+    """Scales of A, float32 [m, ceil(k / 128)] or of groups, in the layout that the kernels load.
 
     The step between `check_dense`, which it trusts, and the plan: returns `sfa` itself where that
     has the layout. Where not, logs (once, at debug level) that scales had to be copied.
@@ -92,7 +92,20 @@ def native_sfa(sfa: torch.Tensor, m: int, k: int) -> torch.Tensor:
 
 def is_native_sfa(sfa: torch.Tensor, m: int, k: int) -> bool:
     """Whether checked scales of A have the layout that the kernels load."""
+    if sfa.dim() == 3:
+        return _is_native(sfa)
     return _is_native_2d(sfa.stride(), m, -(-k // BLOCK_K)) and sfa.data_ptr() % _TMA_BYTES == 0
+
+
+def native_sfa_stride(sfa: torch.Tensor, m: int, k: int) -> int:
+    """From one k-block to the next, of checked scales of A or of their native copy; of groups with
+    a single k-block, from one group to the next."""
+    if is_native_sfa(sfa, m, k):
+        if k > BLOCK_K:
+            return sfa.stride(-1)
+        if sfa.dim() == 3 and sfa.shape[0] > 1:
+            return sfa.stride(0)
+    return get_tma_aligned_size(m, 4)
 
 
 def empty_native(mn: int, num_k_blocks: int, device: torch.device) -> torch.Tensor:
@@ -265,13 +278,14 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 
 
 def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
-    """Set what `get_mk_alignment_for_contiguous_layout` returns: a positive multiple of 16."""
+    """Set what `get_mk_alignment_for_contiguous_layout` returns.
+
+    Prefix-sum layouts take any alignment from 1 up, group ids per row a multiple of 16.
+    """
     if not isinstance(alignment, int) or isinstance(alignment, bool):
         raise TypeError(f"alignment is {alignment!r}, expected an int")
-    if alignment <= 0 or alignment % 16:
-        raise ValueError(
-            f"alignment is {alignment}, expected a positive multiple of 16; 128 is safe"
-        )
+    if alignment <= 0:
+        raise ValueError(f"alignment is {alignment}, expected 1 or more; 128 is upstream's")
     settings.mk_alignment = alignment
 
 
@@ -286,8 +300,12 @@ def get_k_alignment_for_contiguous_layout() -> int:
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
-    """The alignment that suits the kernels best: 128 on Hopper, whatever rows a group has."""
-    return 128
+    """The alignment that suits the kernels best, for groups of about `expected_m` rows.
+
+    Tiles begin and end where groups do, so padding only costs: 16, the least that both layouts
+    take. 128, which every version takes, where nothing is known about the groups.
+    """
+    return 128 if expected_m is None else 16
 
 
 def _is_native(sf: torch.Tensor) -> bool:

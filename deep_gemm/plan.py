@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deep_gemm.types import BLOCK_K, GemmPlan, KernelConfig, LaunchConfig, Problem
@@ -79,23 +79,44 @@ CANDIDATES = (
     Candidate(KernelConfig(256, 128, 2, 4, cluster_n=2, slab_n=64, num_d_slabs=1), 0.6869, 0.988),
 )
 
+# Grouped kernels: any of the tiles may end early, where its group does.
+GROUPED_CANDIDATES = tuple(
+    replace(each, config=replace(each.config, is_grouped=True)) for each in CANDIDATES[3:]
+)
+
 
 def units(problem: Problem, config: KernelConfig) -> int:
-    """How many clusters' worth of tiles D has; the last ones may hang over its edge."""
-    along_m = -(-problem.m // (config.block_m * config.cluster_m))
+    """How many clusters' worth of tiles D has; the last ones may hang over its edge.
+
+    Of grouped problems: how many there would be if each group had the expected rows.
+    """
     along_n = -(-problem.n // (config.block_n * config.cluster_n))
-    return along_m * along_n
+    if config.is_grouped:
+        return problem.num_groups * -(-max(problem.expected_m, 1) // config.block_m) * along_n
+    return -(-problem.m // (config.block_m * config.cluster_m)) * along_n
+
+
+def most_units(problem: Problem, config: KernelConfig) -> int:
+    """As many units as there can be, whatever rows the groups have."""
+    if not config.is_grouped:
+        return units(problem, config)
+    along_n = -(-problem.n // (config.block_n * config.cluster_n))
+    along_m = -(-problem.m // config.block_m)
+    if problem.kind == "masked":
+        return problem.num_groups * along_m * along_n
+    return (along_m + min(problem.num_groups, problem.m)) * along_n
 
 
 def work_of(problem: Problem, config: KernelConfig, num_sms: int) -> Work:
     """Count what a launch has to do."""
     tiles = units(problem, config)
     k_blocks = -(-problem.k // BLOCK_K)
-    rows = min(config.block_m, problem.m) / config.cluster_n + config.block_n / config.cluster_m
+    m = problem.expected_m if config.is_grouped else problem.m
+    rows = min(config.block_m, m) / config.cluster_n + config.block_n / config.cluster_m
     return Work(
         waves=-(-tiles // (num_sms // config.cluster_size)),
         k_blocks=k_blocks,
-        dram_bytes=(problem.m + problem.n) * problem.k + 2 * problem.m * problem.n,
+        dram_bytes=problem.num_groups * ((m + problem.n) * problem.k + 2 * m * problem.n),
         l2_bytes=tiles * config.cluster_size * rows * k_blocks * BLOCK_K,
     )
 
@@ -129,13 +150,14 @@ def make_plan(
             f"config needs {config.smem_bytes} bytes of shared memory and {config.cluster_size} "
             f"SMs for a cluster, expected at most {SMEM_LIMIT} and {num_sms}: {config}"
         )
+    candidates = CANDIDATES if problem.kind == "dense" else GROUPED_CANDIDATES
     predictions = {
         candidate.config: predicted_us(problem, candidate, num_sms)
-        for candidate in CANDIDATES
+        for candidate in candidates
         if candidate.config.cluster_size <= num_sms
     }
     chosen = config or min(predictions, key=lambda choice: predictions[choice])
-    clusters = min(units(problem, chosen), num_sms // chosen.cluster_size)
+    clusters = min(most_units(problem, chosen), num_sms // chosen.cluster_size)
     launch = LaunchConfig(
         grid=clusters * chosen.cluster_size,
         threads=chosen.num_threads,
@@ -155,6 +177,7 @@ def make_config(
     cluster_n: int = 1,
     num_stages: int = 12,
     num_partials: int = 1,
+    is_grouped: bool = False,
 ) -> KernelConfig:
     """For experiments: a tile with as many stages as fit, then as much staging of D as is left.
 
@@ -168,7 +191,7 @@ def make_config(
         for slabs in range(slabs_of_a_tile, 0, -1):
             config = KernelConfig(
                 block_m, block_n, num_consumers, stages, cluster_m, cluster_n,
-                num_partials, slab_n, slabs,
+                num_partials, slab_n, slabs, is_grouped,
             )  # fmt: skip
             if config.smem_bytes <= SMEM_LIMIT:
                 return config

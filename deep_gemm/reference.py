@@ -38,6 +38,65 @@ def gemm_nt(
         d_band.copy_(accum)
 
 
+def gemm_grouped(
+    kind: str,
+    a: torch.Tensor,
+    sfa: torch.Tensor,
+    b: torch.Tensor,
+    sfb: torch.Tensor,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    alignment: int,
+    zero_padding: bool,
+) -> None:
+    """The grouped calls for checked operands; reads the layout's values on the host.
+
+    Args:
+        kind: "masked" (a [G, m_max, k], d [G, m_max, n]), "contiguous" or "psum" ([m, ...]).
+        b, sfb: weights [G, n, k] and their scales.
+        grouped_layout: rows of each group, group of each row, or end row of each group.
+        alignment: rows of a block that belongs to one group.
+        zero_padding: write zeros to padding rows of blocks that have other rows.
+    """
+    if kind == "masked":
+        for group, rows in enumerate(grouped_layout.clamp(0, a.shape[1]).tolist()):
+            gemm_nt(a[group, :rows], sfa[group, :rows], b[group], sfb[group], d[group, :rows])
+        return
+    group_of_row, is_zero = _rows_of_groups(kind, grouped_layout, len(a), len(b), alignment)
+    for group in group_of_row.unique().tolist():
+        if group < 0:
+            continue
+        rows = (group_of_row == group).nonzero().flatten()
+        part = torch.empty(len(rows), d.shape[1], dtype=d.dtype, device=d.device)
+        a_rows = a.view(torch.uint8)[rows].view(a.dtype)  # not every torch indexes FP8
+        gemm_nt(a_rows, sfa[rows], b[group], sfb[group], part)
+        d[rows] = part
+    if zero_padding:
+        d[is_zero] = 0
+
+
+def _rows_of_groups(
+    kind: str, grouped_layout: torch.Tensor, m: int, num_groups: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The group of each row, -1 where there is none, and which rows are padding of a used block."""
+    num_blocks = -(-m // alignment)
+    groups = torch.full((num_blocks * alignment,), -1, device=grouped_layout.device)
+    if kind == "psum":
+        begin = 0
+        for group, end in enumerate(grouped_layout.clamp(0, m).tolist()):
+            groups[begin:end] = group  # empty where end is not beyond begin
+            begin = -(-end // alignment) * alignment
+    else:
+        groups[:m] = grouped_layout
+    groups = groups.view(num_blocks, alignment)
+    is_valid = (groups >= 0) & (groups < num_groups)
+    is_used = is_valid.any(1, keepdim=True)
+    if kind == "contiguous":  # a block belongs to the group of its first valid row
+        groups = groups.gather(1, is_valid.int().argmax(1, keepdim=True)).expand_as(groups)
+    group_of_row = torch.where(is_valid, groups, -1).flatten()[:m]
+    return group_of_row, (is_used & ~is_valid).flatten()[:m]
+
+
 def gemm_nt_f64(
     a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor
 ) -> torch.Tensor:

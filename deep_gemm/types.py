@@ -15,9 +15,13 @@ class Problem:
 
     Strides are row strides in elements; ``sfb_strides`` are those of the weight scales along their
     n-block and k-block axes. ``device`` is a torch device string with an index ("cpu", "cuda:0").
+
+    Grouped kinds have ``num_groups`` weights. "contiguous" and "psum": A and D have m rows for all
+    groups together; "masked": each group has m rows of its own. ``expected_m`` is a guess at the
+    rows that a group uses.
     """
 
-    kind: Literal["dense"]
+    kind: Literal["dense", "contiguous", "psum", "masked"]
     m: int
     n: int
     k: int
@@ -26,6 +30,8 @@ class Problem:
     b_stride: int
     d_stride: int
     sfb_strides: tuple[int, int]
+    num_groups: int = 1
+    expected_m: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class KernelConfig:
     num_partials: int = 1  # wgmma results in flight per consumer warpgroup, 1 to 4
     slab_n: int = 64  # columns of a staging slab of D (16, 32 or 64): 16 rows, one TMA store
     num_d_slabs: int = 2  # staging slabs of D per consumer warp, used as a ring
+    is_grouped: bool = False  # rows belong to groups with weights of their own
 
     @property
     def cluster_size(self) -> int:
@@ -53,9 +60,11 @@ class KernelConfig:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage<Config>)``, which the kernel asserts."""
-        stage = (self.block_m + self.block_n) * BLOCK_K + self.block_m * 4 + 2 * 4 + 2 * 8
+        sfa = -(-(self.block_m + (4 if self.is_grouped else 0)) // 32) * 32
+        stage = (self.block_m + self.block_n) * BLOCK_K + sfa * 4 + 2 * 4 + 2 * 8
         staging = 4 * self.num_consumers * self.num_d_slabs * 16 * self.slab_n * 2
-        return -(-(self.num_stages * stage + staging) // 1024) * 1024
+        queue = 1024 if self.is_grouped else 0
+        return queue + -(-(self.num_stages * stage + staging) // 1024) * 1024
 
     def constants(self) -> dict[str, int]:
         """The ``struct Config`` of the generated source: field name upper-cased -> value."""

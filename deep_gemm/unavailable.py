@@ -40,7 +40,5 @@ per_token_cast_to_fp4 = _unavailable("per_token_cast_to_fp4", _FP4)
 transpose_packed_fp4 = _unavailable("transpose_packed_fp4", _FP4)
 cast_back_from_fp4 = _unavailable("cast_back_from_fp4", _FP4)
 
-m_grouped_fp8_fp4_gemm_nt_contiguous = _unavailable("m_grouped_fp8_fp4_gemm_nt_contiguous", _LATER)
-m_grouped_fp8_fp4_gemm_nn_contiguous = _unavailable("m_grouped_fp8_fp4_gemm_nn_contiguous", _LATER)
 m_grouped_bf16_gemm_nt_contiguous = _unavailable("m_grouped_bf16_gemm_nt_contiguous", _LATER)
 m_grouped_bf16_gemm_nn_contiguous = _unavailable("m_grouped_bf16_gemm_nn_contiguous", _LATER)

@@ -2,9 +2,12 @@
 // its own ring of slabs, so the epilogue needs no barrier between warps.
 #pragma once
 
+#include "arguments.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/tma.cuh"
 #include "shared_storage.cuh"
+
+constexpr uint32_t ALL_ROWS = (1 << WARP_M) - 1;  // a bit for each row of a warp
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a slab of SLAB_N bf16 columns, as TMA's swizzle
 // of that width places it: the address bits from 4 up are XORed with the bits from 7 up.
@@ -13,6 +16,16 @@ DEVICE uint32_t slab_offset(uint32_t row, uint32_t chunk) {
     constexpr uint32_t ROW_BYTES = SLAB_N * 2;
     const uint32_t offset = row * ROW_BYTES + chunk * 16;
     return offset ^ ((offset >> 7) % (ROW_BYTES / 16) << 4);
+}
+
+// Zeros for the rows of this warp whose bit in `valid` is not set: padding, whatever it holds.
+template <int count>
+DEVICE void zero_rows(float (&accum)[count], uint32_t valid) {
+    if (valid == ALL_ROWS) return;
+    const uint32_t lane_idx = threadIdx.x % 32;
+    const bool upper = valid >> lane_idx / 4 & 1, lower = valid >> (lane_idx / 4 + 8) & 1;
+#pragma unroll
+    for (int i = 0; i < count; ++i) accum[i] = (i % 4 < 2 ? upper : lower) ? accum[i] : 0;
 }
 
 template <class Config>
@@ -24,10 +37,12 @@ struct Epilogue {
     uint32_t ring;          // shared address of this warp's slabs
     uint32_t slab_idx = 0;  // next slab of the ring
 
-    // Writes the 16 x BLOCK_N part of one wave that this warp holds to D at (m, n).
-    DEVICE void store(const TensorMap* tensor_map_d, const float (&accum)[Config::BLOCK_N / 2],
-                      uint32_t m, uint32_t n) {
+    // Writes the 16 x BLOCK_N part of one wave that this warp holds to D at (m, n): the rows whose bit
+    // in `stored` is set.
+    DEVICE void store(const fp8_gemm_1d2d_args& args, const float (&accum)[Config::BLOCK_N / 2],
+                      uint32_t m, uint32_t n, uint32_t stored) {
         const uint32_t lane_idx = threadIdx.x % 32;
+        if (stored == 0) return;
 #pragma unroll
         for (int s = 0; s < SLABS_PER_WAVE; ++s) {
             const uint32_t slab = ring + slab_idx * SLAB_BYTES;
@@ -43,13 +58,31 @@ struct Epilogue {
                     cvt_bf16x2(pair[0], pair[1]), cvt_bf16x2(pair[2], pair[3]),
                     cvt_bf16x2(pair[4], pair[5]), cvt_bf16x2(pair[6], pair[7]));
             }
-            fence_proxy_async_shared();
-            __syncwarp();
-            if (lane_idx == 0) {
-                tma_store_2d(tensor_map_d, slab, n + s * Config::SLAB_N, m);
-                tma_store_commit_group();
+            if (stored == ALL_ROWS) {
+                fence_proxy_async_shared();
+                __syncwarp();
+                if (lane_idx == 0)
+                    tma_store_2d(&args.tensor_map_d, slab, n + s * Config::SLAB_N, m);
+            } else {
+                __syncwarp();
+                store_rows(args, slab, m, n + s * Config::SLAB_N, stored);
+                __syncwarp();
             }
+            // One group for each slab, be it empty: the wait above counts them.
+            if (lane_idx == 0) tma_store_commit_group();
             slab_idx = slab_idx + 1 == Config::NUM_D_SLABS ? 0 : slab_idx + 1;
+        }
+    }
+
+    // A slab of which some rows belong to another group, or to nobody: TMA would write them all.
+    DEVICE void store_rows(const fp8_gemm_1d2d_args& args, uint32_t slab, uint32_t m, uint32_t n,
+                           uint32_t stored) const {
+        constexpr uint32_t CHUNKS = Config::SLAB_N / 8;  // of 16 bytes in a row
+        for (uint32_t i = threadIdx.x % 32; i < WARP_M * CHUNKS; i += 32) {
+            const uint32_t row = i / CHUNKS, column = n + i % CHUNKS * 8;
+            if ((stored >> row & 1) && column < args.shape_n)
+                copy_16_bytes(args.d + int64_t{m + row} * args.d_stride + column,
+                              slab + slab_offset<Config::SLAB_N>(row, i % CHUNKS));
         }
     }
 

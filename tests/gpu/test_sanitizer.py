@@ -1,4 +1,4 @@
-"""compute-sanitizer over `sanitize.py`: memcheck, initcheck and synccheck have to be clean.
+"""compute-sanitizer over `sanitize*.py`: memcheck, initcheck and synccheck have to be clean.
 
 racecheck is reported only: what it knows of TMA and of mbarriers is partial, so that it can warn of
 accesses that these order.
@@ -19,9 +19,10 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-SCRIPT = Path(__file__).with_name("sanitize.py")
+FOLDER = Path(__file__).parent
+SCRIPTS = ["sanitize.py", "sanitize_grouped.py"]
 TOOLS = ["memcheck", "initcheck", "synccheck", "racecheck"]
-SECONDS = 150
+SECONDS = 170
 ERRORS_FOUND = 77  # an exit status that Python itself does not use
 
 
@@ -38,7 +39,7 @@ def find_sanitizer() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def sanitizers() -> Iterator[dict[str, subprocess.Popen[str]]]:
+def sanitizers() -> Iterator[dict[tuple[str, str], subprocess.Popen[str]]]:
     """Every tool at work, side by side: most of their time is spent on the host."""
     sanitizer = find_sanitizer()
     if sanitizer is None:
@@ -47,12 +48,13 @@ def sanitizers() -> Iterator[dict[str, subprocess.Popen[str]]]:
     options = ["--error-exitcode", str(ERRORS_FOUND), "--print-limit", "20"]
     options += ["--report-api-errors", "no"]
     processes = {
-        tool: subprocess.Popen(
-            [sanitizer, "--tool", tool, *options, sys.executable, str(SCRIPT)],
+        (script, tool): subprocess.Popen(
+            [sanitizer, "--tool", tool, *options, sys.executable, str(FOLDER / script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+        for script in SCRIPTS
         for tool in TOOLS
     }
     yield processes
@@ -62,8 +64,11 @@ def sanitizers() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizer(tool: str, sanitizers: dict[str, subprocess.Popen[str]]) -> None:
-    process = sanitizers[tool]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sanitizer(
+    script: str, tool: str, sanitizers: dict[tuple[str, str], subprocess.Popen[str]]
+) -> None:
+    process = sanitizers[script, tool]
     try:
         output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:

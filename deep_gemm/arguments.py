@@ -1,0 +1,173 @@
+"""The argument of a GEMM kernel: packed once, then copied for other addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deep_gemm import layout
+from deep_gemm.launch import Launch
+from deep_gemm.tensor_map import TENSOR_MAP_BYTES, make_tensor_map, replace_address
+from deep_gemm.types import BLOCK_K, GemmPlan, Problem
+
+MAX_ENTRIES = 4096
+PART_ROWS = (64, 16, 8)  # arguments.cuh: boxes of A where a group ends within a tile
+_ROW_KINDS = {"contiguous": 0, "psum": 1, "masked": 2}  # grouped_scheduler.cuh
+_NUM_TENSOR_MAPS = 9
+
+
+class _GroupedRows(ctypes.Structure):
+    """`struct GroupedRows` of the kernel."""
+
+    _fields_ = (
+        ("grouped_layout", ctypes.c_uint64),
+        ("kind", ctypes.c_uint32),
+        ("num_groups", ctypes.c_uint32),
+        ("shape_m", ctypes.c_uint32),
+        ("alignment", ctypes.c_uint32),
+        ("zero_padding", ctypes.c_uint32),
+    )
+
+
+class KernelArgs(ctypes.Structure):
+    """`struct fp8_gemm_1d2d_args`; the tail is what its alignment of 128 adds."""
+
+    _fields_ = (
+        ("_tensor_maps", ctypes.c_uint8 * (_NUM_TENSOR_MAPS * TENSOR_MAP_BYTES)),
+        ("sfb", ctypes.c_uint64),
+        ("sfb_stride_group", ctypes.c_uint32),
+        ("sfb_stride_n", ctypes.c_uint32),
+        ("sfb_stride_k", ctypes.c_uint32),
+        ("shape_m", ctypes.c_uint32),
+        ("shape_n", ctypes.c_uint32),
+        ("shape_k", ctypes.c_uint32),
+        ("raster_m", ctypes.c_uint32),
+        ("d_stride", ctypes.c_uint32),
+        ("d", ctypes.c_uint64),
+        ("rows", _GroupedRows),
+        ("_tail", ctypes.c_uint8 * 48),
+    )
+
+    def set_tensor_map(self, index: int, tensor_map: bytes) -> None:
+        offset = index * TENSOR_MAP_BYTES
+        ctypes.memmove(ctypes.addressof(self) + offset, tensor_map, TENSOR_MAP_BYTES)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of a checked call."""
+
+    a: torch.Tensor
+    sfa: torch.Tensor
+    b: torch.Tensor
+    sfb: torch.Tensor
+    d: torch.Tensor
+    grouped_layout: torch.Tensor | None = None
+
+    def addresses(self) -> tuple[int, int, int, int]:
+        """What tensor maps point at: A, its scales, B, D."""
+        return self.a.data_ptr(), self.sfa.data_ptr(), self.b.data_ptr(), self.d.data_ptr()
+
+
+_A, _SFA, _B, _D = range(4)  # places in `Operands.addresses`
+
+
+class Template:
+    """A launch for given sizes and strides, to be copied for the addresses of each call."""
+
+    __slots__ = ("_addresses", "_args", "_launch", "_map_operands")
+
+    def __init__(
+        self,
+        launch: Launch,
+        args: KernelArgs,
+        addresses: tuple[int, ...],
+        map_operands: dict[int, int],
+    ) -> None:
+        self._launch, self._args, self._addresses = launch, args, addresses
+        self._map_operands = tuple(map_operands.items())
+
+    def at(self, operands: Operands) -> Launch:
+        args = KernelArgs.from_buffer_copy(self._args)
+        args.sfb = operands.sfb.data_ptr()
+        args.d = operands.d.data_ptr()
+        if operands.grouped_layout is not None:
+            args.rows.grouped_layout = operands.grouped_layout.data_ptr()
+        addresses = operands.addresses()
+        first_map = ctypes.addressof(args)
+        for index, operand in self._map_operands:
+            if addresses[operand] != self._addresses[operand]:
+                replace_address(first_map + index * TENSOR_MAP_BYTES, addresses[operand])
+        return self._launch.with_args(args)
+
+
+def make_template(
+    kernel: Any,
+    problem: Problem,
+    gemm_plan: GemmPlan,
+    operands: Operands,
+    device_index: int,
+    alignment: int = 1,
+    zero_padding: bool = False,
+) -> Template:
+    """Pack the argument of a checked and planned call.
+
+    Scales of A that are not native are described as their native copy will be.
+    """
+    config, m, n, k = gemm_plan.kernel, problem.m, problem.n, problem.k
+    k_blocks = -(-k // BLOCK_K)
+    args = KernelArgs(
+        sfb_stride_group=-(-n // BLOCK_K) * k_blocks,
+        sfb_stride_n=problem.sfb_strides[0],
+        sfb_stride_k=problem.sfb_strides[1],
+        shape_m=m,
+        shape_n=n,
+        shape_k=k,
+        raster_m=gemm_plan.raster_m,
+        d_stride=problem.d_stride,
+    )
+    if config.is_grouped:
+        args.rows.kind = _ROW_KINDS[problem.kind]
+        args.rows.num_groups = problem.num_groups
+        args.rows.shape_m = m
+        args.rows.alignment = alignment
+        args.rows.zero_padding = zero_padding
+    sf_groups = problem.num_groups if problem.kind == "masked" else 1
+    rows_a, rows_b = sf_groups * m, problem.num_groups * n
+    a_rows, b_rows = config.block_m // config.cluster_n, config.block_n // config.cluster_m
+    # Boxes for whole tiles, then for parts: the kernel tells why.
+    a_parts = PART_ROWS if config.is_grouped else (m % a_rows or a_rows,)
+    sfa_boxes = config.block_m, -(-(m % config.block_m) // 4) * 4 or config.block_m
+    if config.is_grouped:  # groups may begin between multiples of four rows
+        sfa_boxes = (config.block_m + 4,)
+    pa, psfa, pb, pd = operands.addresses()
+    psfa = psfa // 16 * 16
+    sfa_stride = layout.native_sfa_stride(operands.sfa, m, k)
+    maps: dict[int, tuple[int, bytes]] = {}
+    for i, rows in enumerate((a_rows, *a_parts)):
+        box = rows, BLOCK_K
+        maps[i] = _A, make_tensor_map(pa, "uint8", (rows_a, k), problem.a_stride, box, 128)
+    for i, rows in enumerate((b_rows, n % b_rows or b_rows)):
+        box = rows, BLOCK_K
+        maps[4 + i] = _B, make_tensor_map(pb, "uint8", (rows_b, k), problem.b_stride, box, 128)
+    for i, rows in enumerate(sfa_boxes):
+        shape, box = (sf_groups * k_blocks, m), (1, rows)
+        maps[6 + i] = _SFA, make_tensor_map(psfa, "float32", shape, sfa_stride, box, 0)
+    box = 16, config.slab_n
+    swizzle = config.slab_n * 2
+    maps[8] = _D, make_tensor_map(pd, "bfloat16", (rows_a, n), problem.d_stride, box, swizzle)
+    for index, (_, tensor_map) in maps.items():
+        args.set_tensor_map(index, tensor_map)
+    launch = Launch(kernel, gemm_plan.launch, args, device_index)
+    operand_of = {index: operand for index, (operand, _) in maps.items()}
+    return Template(launch, args, (pa, psfa, pb, pd), operand_of)
+
+
+def remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add to a cache of launches, which is emptied when it is full."""
+    if len(cache) >= MAX_ENTRIES:
+        cache.clear()
+    cache[key] = value

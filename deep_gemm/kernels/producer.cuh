@@ -1,0 +1,123 @@
+// The producer warpgroup: one warp loads A, B and the scales of A, one adds the scales of B.
+#pragma once
+
+#include "arguments.cuh"
+#include "pipeline.cuh"
+#include "ptx/tma.cuh"
+#include "shared_storage.cuh"
+
+template <class Config>
+DEVICE void load_box(uint32_t dst, const TensorMap* map, uint32_t barrier, uint32_t x, uint32_t y,
+                     uint16_t peers) {
+    if constexpr (SharedStorage<Config>::CLUSTER == 1) {
+        tma_load_2d(dst, map, barrier, x, y);
+    } else {
+        tma_load_2d_multicast(dst, map, barrier, x, y, peers);
+    }
+}
+
+// A's rows from `row` on, a multiple of eight, in as few boxes as there are maps for.
+template <class Config>
+DEVICE void load_rows(const fp8_gemm_1d2d_args& args, uint32_t dst, uint32_t barrier, uint32_t k,
+                      uint32_t row, uint32_t num_rows, uint16_t peers) {
+    if (num_rows == Config::BLOCK_M / Config::CLUSTER_N) {
+        load_box<Config>(dst, &args.tensor_map_a[0], barrier, k, row, peers);
+        return;
+    }
+    for (uint32_t i = 0, done = 0; i < 3; ++i) {
+        for (; done + PART_ROWS[i] <= num_rows; done += PART_ROWS[i])
+            load_box<Config>(dst + done * BLOCK_K, &args.tensor_map_a[1 + i], barrier, k,
+                             row + done, peers);
+    }
+}
+
+// Producer, first warp: keeps the ring of stages filled with A, B and the scales of A.
+// NOTES: the whole warp walks and one lane issues, so that addresses stay in uniform registers: in
+// code that one lane runs alone, TMA is issued a third slower.
+template <class Config, class Tiles>
+DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& storage,
+                       Tiles tiles) {
+    // Peers along N share A, peers along M share B: each CTA loads its share and multicasts it.
+    constexpr int A_ROWS = Config::BLOCK_M / Config::CLUSTER_N;
+    constexpr int B_ROWS = Config::BLOCK_N / Config::CLUSTER_M;
+    constexpr uint32_t A_BYTES = Config::BLOCK_M * BLOCK_K, B_BYTES = Config::BLOCK_N * BLOCK_K;
+    const ClusterRank<Config> rank(blockIdx.x);
+    uint16_t peers_along_n = 0, peers_along_m = 0;
+    for (int i = 0; i < Config::CLUSTER_N; ++i)
+        peers_along_n |= 1 << (i * Config::CLUSTER_M + rank.m);
+    for (int i = 0; i < Config::CLUSTER_M; ++i)
+        peers_along_m |= 1 << (rank.n * Config::CLUSTER_M + i);
+
+    Pipeline<Config::NUM_STAGES> pipeline(storage.full_barriers, storage.empty_barriers);
+    const uint32_t smem_a = shared_address(storage.a) + rank.n * A_ROWS * BLOCK_K;
+    const uint32_t smem_b = shared_address(storage.b) + rank.m * B_ROWS * BLOCK_K;
+    const uint32_t smem_sfa = shared_address(storage.sfa);
+
+    for (Tile tile; tiles.next(tile);) {
+        const uint32_t m_a = tile.m + rank.n * A_ROWS, n_b = tile.n + rank.m * B_ROWS;
+        const uint32_t rows_n = rows_inside(tile.n, Config::BLOCK_N, args.shape_n);
+        const uint32_t rows_b = rows_inside(n_b, B_ROWS, args.shape_n);
+        const TensorMap* map_b = &args.tensor_map_b[rows_b != B_ROWS];
+        // What is loaded of A: dense exactly the rows that there are, else whole groups of eight.
+        const uint32_t rows_m = Config::IS_GROUPED ? (tile.rows + 7) / 8 * 8 : tile.rows;
+        const uint32_t rows_a = rows_inside(rank.n * A_ROWS, A_ROWS, rows_m);
+        const uint32_t num_scales =
+            Config::IS_GROUPED ? SharedStorage<Config>::SFA_ROWS : (rows_m + 3) / 4 * 4;
+        const uint32_t stage_bytes =
+            (rows_m + rows_n) * BLOCK_K + num_scales * static_cast<uint32_t>(sizeof(float));
+        const TensorMap* map_sfa =
+            &args.tensor_map_sfa[!Config::IS_GROUPED && rows_m != Config::BLOCK_M];
+        const uint32_t row_b = Config::IS_GROUPED ? tile.group_idx * args.shape_n + n_b : n_b;
+        const uint32_t sf_column = tile.sf_column / 4 * 4;
+        for (uint32_t k_block = tile.k_block_begin; k_block < tile.k_block_end; ++k_block) {
+            pipeline.wait_empty();
+            const uint32_t full = pipeline.full(), stage = pipeline.stage_idx;
+            const uint32_t k = k_block * BLOCK_K;
+            const uint32_t dst_a = smem_a + stage * A_BYTES, dst_b = smem_b + stage * B_BYTES;
+            const uint32_t dst_sfa = smem_sfa + stage * SharedStorage<Config>::SFA_STRIDE * 4;
+            if (elect_one()) {
+                mbarrier_arrive_expect_tx(full, stage_bytes);
+                if constexpr (Config::IS_GROUPED) {
+                    load_rows<Config>(args, dst_a, full, k, m_a, rows_a, peers_along_n);
+                } else if (rows_a > 0) {  // parts of a unit may lie outside of D
+                    const TensorMap* map_a = &args.tensor_map_a[rows_a != A_ROWS];
+                    load_box<Config>(dst_a, map_a, full, k, m_a, peers_along_n);
+                }
+                if (rows_b > 0) load_box<Config>(dst_b, map_b, full, k, row_b, peers_along_m);
+                if (rows_m > 0)
+                    tma_load_2d(dst_sfa, map_sfa, full, sf_column, tile.sf_row + k_block);
+            }
+            __syncwarp();
+            pipeline.advance();
+        }
+    }
+    griddepcontrol_launch_dependents();
+}
+
+// Producer, second warp: adds the scales of B to each stage. They are too few and too unaligned for
+// TMA; asynchronous copies of single words never make the warp wait for memory.
+template <class Config, class Tiles>
+DEVICE void load_weight_scales(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& storage,
+                               Tiles tiles) {
+    constexpr int COUNT = SharedStorage<Config>::NUM_SFB;
+    const uint32_t lane_idx = threadIdx.x % 32, last_row = (args.shape_n - 1) / 128;
+    Pipeline<Config::NUM_STAGES> pipeline(storage.full_barriers, storage.empty_barriers);
+    const uint32_t smem_sfb = shared_address(storage.sfb) + lane_idx * 4;
+
+    for (Tile tile; tiles.next(tile);) {
+        // Lane i copies scale i; of columns past the last row, which do not exist, any scale.
+        const uint32_t row = min(tile.n / 128 + lane_idx, last_row);
+        const float* sfb = args.sfb + int64_t{tile.group_idx} * args.sfb_stride_group +
+                           int64_t{row} * args.sfb_stride_n;
+        for (uint32_t k_block = tile.k_block_begin; k_block < tile.k_block_end; ++k_block) {
+            pipeline.wait_empty();
+            if (lane_idx < COUNT) {
+                copy_async_4_bytes(smem_sfb + pipeline.stage_idx * 8,
+                                   sfb + int64_t{k_block} * args.sfb_stride_k);
+                mbarrier_arrive_after_copies(pipeline.full());
+            }
+            __syncwarp();
+            pipeline.advance();
+        }
+    }
+}
