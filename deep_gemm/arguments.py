@@ -14,7 +14,7 @@ from deep_gemm.tensor_map import TENSOR_MAP_BYTES, make_tensor_map, replace_addr
 from deep_gemm.types import BLOCK_K, GemmPlan, Problem
 
 MAX_ENTRIES = 4096
-PART_ROWS = (64, 16, 8)  # arguments.cuh: boxes of A where a group ends within a tile
+PART_ROWS = (64, 16, 8)  # producer.cuh: boxes of A where a group ends within a tile
 _ROW_KINDS = {"contiguous": 0, "psum": 1, "masked": 2}  # grouped_scheduler.cuh
 _NUM_TENSOR_MAPS = 9
 
@@ -133,7 +133,7 @@ def make_template(
         args.rows.kind = _ROW_KINDS[problem.kind]
         args.rows.num_groups = problem.num_groups
         args.rows.shape_m = m
-        args.rows.alignment = alignment
+        args.rows.alignment = min(alignment, m)  # more makes no difference
         args.rows.zero_padding = zero_padding
     sf_groups = problem.num_groups if problem.kind == "masked" else 1
     rows_a, rows_b = sf_groups * m, problem.num_groups * n

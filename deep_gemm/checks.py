@@ -128,7 +128,7 @@ def check_addresses(
         if (
             start < end
             and begin < start + tensor.nbytes
-            and (tensor.is_contiguous() or tensor.t().is_contiguous())
+            and (tensor.is_contiguous() or tensor.mT.is_contiguous())
         ):
             raise ValueError(
                 f"d shares memory with {name}, expected separate storage: tiles of d are written "

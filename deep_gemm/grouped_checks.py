@@ -113,8 +113,6 @@ def check_masked(
         (num_groups, m_max, k_blocks),
         f"(groups, m_max, ceil(k / 128)) for m_max = {m_max}, k = {k}",
     )
-    _check_packed("a", a_data)
-    _check_packed("d", d)
     if not isinstance(expected_m, int) or isinstance(expected_m, bool):
         raise TypeError(
             f"expected_m is {expected_m!r}, expected an int: about how many rows a group uses, a "
@@ -191,7 +189,12 @@ def _check_rest(
         (num_groups, n_blocks, k_blocks),
         f"(groups, ceil(n / 128), ceil(k / 128)) for n = {n}, k = {k}",
     )
-    _check_packed("b", b)
+    for name, data in (("a", a), ("b", b)):
+        if data.dim() == 3:
+            _check_k_major(name, data[0])
+            _check_packed(name, data)
+    if d.dim() == 3:
+        _check_packed("d", d)
     a_stride = _check_k_major("a", _rows(a))
     b_stride = _check_k_major("b", _rows(b))
     d_stride = _check_row_stride(

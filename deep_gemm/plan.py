@@ -13,6 +13,7 @@ SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA can have on Hopper
 # (measured: up to 1 % and 2 %).
 RASTER_LONG_K, RASTER_SHORT_K = 12, 24
 SHORT_K = 2048
+GROUPED_BLOCK_M = 192  # at most: the scales of four rows more have to fit into a box of TMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,9 @@ CANDIDATES = (
 
 # Grouped kernels: any of the tiles may end early, where its group does.
 GROUPED_CANDIDATES = tuple(
-    replace(each, config=replace(each.config, is_grouped=True)) for each in CANDIDATES[3:]
+    replace(each, config=replace(each.config, is_grouped=True))
+    for each in CANDIDATES[3:]
+    if each.config.block_m <= GROUPED_BLOCK_M
 )
 
 
@@ -182,8 +185,11 @@ def make_config(
     """For experiments: a tile with as many stages as fit, then as much staging of D as is left.
 
     Raises:
-        ValueError: too little shared memory for the stages that a warpgroup holds at a time.
+        ValueError: too little shared memory for the stages that a warpgroup holds at a time, or a
+            tile too tall for a grouped kernel.
     """
+    if is_grouped and block_m > GROUPED_BLOCK_M:
+        raise ValueError(f"block_m is {block_m}, expected at most {GROUPED_BLOCK_M} if grouped")
     slab_n = next(n for n in (64, 32, 16) if block_n % n == 0)
     slabs_of_a_tile = block_m // (64 * num_consumers) * (block_n // slab_n)
     fewest = max(2, num_partials)

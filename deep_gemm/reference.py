@@ -79,6 +79,7 @@ def _rows_of_groups(
     kind: str, grouped_layout: torch.Tensor, m: int, num_groups: int, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The group of each row, -1 where there is none, and which rows are padding of a used block."""
+    alignment = min(alignment, max(m, 1))  # more makes no difference
     num_blocks = -(-m // alignment)
     groups = torch.full((num_blocks * alignment,), -1, device=grouped_layout.device)
     if kind == "psum":

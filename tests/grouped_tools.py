@@ -51,7 +51,7 @@ GROUPED_CONFIGS = [candidate.config for candidate in GROUPED_CANDIDATES] + [
     make_config(128, 128, 2, cluster_n=2, is_grouped=True),
     make_config(128, 80, 2, is_grouped=True),
     make_config(192, 112, 3, is_grouped=True),
-    make_config(256, 128, 2, num_stages=2, is_grouped=True),
+    make_config(192, 128, 3, num_stages=2, is_grouped=True),
 ]
 
 

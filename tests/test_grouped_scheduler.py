@@ -50,7 +50,7 @@ inline Lanes<uint32_t> lane_index() {
     return r;
 }
 inline bool is_first_lane() { return true; }
-inline uint32_t ballot(const Lanes<bool>& c) {
+inline uint32_t vote(const Lanes<bool>& c) {
     uint32_t mask = 0;
     for (int i = 0; i < 32; ++i) mask |= static_cast<uint32_t>(c.v[i]) << i;
     return mask;

@@ -3,9 +3,6 @@
 
 #include "grouped_scheduler.cuh"
 
-// Boxes of A in grouped kernels beside whole ones, where a group ends within a tile.
-constexpr uint32_t PART_ROWS[] = {64, 16, 8};
-
 // NOTES: boxes that reach outside the tensor would be filled with zeros, but slowly: TMA takes about
 // 8 clocks for each row that is not there (measured: m = 65 took twice as long as m = 128). So edge
 // tiles are loaded through maps of their own, whose boxes end where the tensor ends. The rest of
@@ -13,7 +10,7 @@ constexpr uint32_t PART_ROWS[] = {64, 16, 8};
 // B, and what is outside of D is not stored.
 struct fp8_gemm_1d2d_args {
     // e4m3 [rows of A, shape_k]: boxes of 128 channels, 128-byte swizzle; [0] BLOCK_M / CLUSTER_N
-    // rows, the others for parts of that: dense [1] those at the edge, grouped PART_ROWS
+    // rows, the others for parts of that: dense [1] those at the edge, grouped 64, 16 and 8 rows
     TensorMap tensor_map_a[4];
     // e4m3 [groups * shape_n, shape_k]: boxes of 128 channels, 128-byte swizzle; [0] BLOCK_N /
     // CLUSTER_M rows, [1] those at the edge

@@ -79,7 +79,11 @@ struct Consumer {
 
     // Lets `count` stages pass that hold no row of this warpgroup.
     DEVICE void skip(uint32_t count) {
-        for (; count > 0; --count) release(acquire());
+        for (; count > 0; --count) {
+            const Stage stage = acquire();
+            __syncwarp();  // all lanes have seen it before one lets it go
+            release(stage);
+        }
     }
 
     // First level: 128 channels of one wave in the tensor core.

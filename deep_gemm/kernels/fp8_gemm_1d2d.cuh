@@ -61,9 +61,10 @@ DEVICE void fp8_gemm_1d2d_body(const fp8_gemm_1d2d_args& args) {
 
     // 1. One thread prepares; then every CTA of the cluster knows that all barriers are ready.
     if (threadIdx.x == 0) {
-        prefetch_tensormap(&args.tensor_map_a[args.shape_m < Config::BLOCK_M / Config::CLUSTER_N]);
+        const bool is_edge_m = !Config::IS_GROUPED && args.shape_m < Config::BLOCK_M;
+        prefetch_tensormap(&args.tensor_map_a[is_edge_m]);
         prefetch_tensormap(&args.tensor_map_b[0]);
-        prefetch_tensormap(&args.tensor_map_sfa[args.shape_m < Config::BLOCK_M]);
+        prefetch_tensormap(&args.tensor_map_sfa[is_edge_m]);
         prefetch_tensormap(&args.tensor_map_d);
         storage.init_barriers();
     }

@@ -1,12 +1,12 @@
-// The routing step of MoE: a row of the grouped buffer for each slot, a token's choice of an expert.
+// The routing step of MoE: a row of the grouped buffer for each slot, a choice of a token.
 //
-// Rows of an expert are in the order of their slots. So the row of a slot is where its expert begins,
+// Rows of an expert are in the order of their slots. So a slot's row is where its expert begins,
 // plus how many slots before it have the same expert. A CTA gives rows to a range of slots:
 //   1. It counts the slots of each expert, those before its range apart.
-//   2. Sums over experts tell where each one begins, hence where its own slots go.
-//   3. A warp walks the range, 32 slots at a time; the others mark rows that no slot has as padding.
-// Every CTA reads all experts in step 1: they are few, and it saves a second launch, a workspace and
-// waiting for others. Shared counters are only added to until all is counted, so no order shows.
+//   2. Sums over experts tell where each one begins, hence where the range's own slots go.
+//   3. A warp walks the range, 32 slots at a time; the others mark rows without a slot as padding.
+// Every CTA reads all experts in step 1. They are few, and it saves a second launch, a workspace,
+// and waiting for others. Counters are only added to until all is counted, so no order shows.
 #pragma once
 
 #include "ptx/warp.cuh"

@@ -69,7 +69,7 @@ struct GroupedScheduler {
             load_window();
         }
         const uint32_t unit = unit_idx - window_begin;
-        const uint32_t segment = lowest_bit(ballot(units_until > unit));
+        const uint32_t segment = lowest_bit(vote(units_until > unit));
         const uint32_t segment_rows = broadcast(num_rows, segment);
         const uint32_t num_m_units = m_units(segment_rows);
         const uint32_t first_unit = broadcast(units_until, segment) - num_m_units * num_n_units;
@@ -144,7 +144,7 @@ struct GroupedScheduler {
         const Lanes<uint32_t> lane_idx = lane_index();
         const Lanes<int32_t> group = block_group(position + lane_idx);
         const Lanes<uint32_t> before = from_lane_before(Lanes<uint32_t>(group));
-        const uint32_t begins = ballot((lane_idx == 0u) | (Lanes<uint32_t>(group) != before));
+        const uint32_t begins = vote((lane_idx == 0u) | (Lanes<uint32_t>(group) != before));
         const Lanes<uint32_t> later = Lanes<uint32_t>(begins) >> lane_idx >> 1u;
         Lanes<uint32_t> num_blocks = select(later > 0u, lowest_bit(later) + 1u, 32u - lane_idx);
         uint32_t used = highest_bit(begins);
@@ -154,7 +154,7 @@ struct GroupedScheduler {
             do {
                 const Lanes<int32_t> next = block_group(position + used + lane_idx);
                 const uint32_t first = broadcast(Lanes<uint32_t>(group), 0);
-                more = leading_ones(ballot(Lanes<uint32_t>(next) == Lanes<uint32_t>(first)));
+                more = leading_ones(vote(Lanes<uint32_t>(next) == Lanes<uint32_t>(first)));
                 used += more;
             } while (more == 32);
             num_blocks = Lanes<uint32_t>(used);
@@ -177,7 +177,7 @@ struct GroupedScheduler {
         Lanes<int32_t> group = row_group(is_block, begin);
         for (uint32_t i = 1; i < rows.alignment; i += AT_ONCE) {
             const Lanes<bool> is_open = is_block & (group < 0);
-            if (ballot(is_open) == 0) break;
+            if (vote(is_open) == 0) break;
             Lanes<int32_t> found[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j)
@@ -219,7 +219,7 @@ struct GroupedScheduler {
             const Lanes<bool> is_inside = row + first < segment_rows;
             Lanes<bool> is_valid = row + first < segment_valid;
             if (rows.kind == ROW_GROUPS) is_valid = row_group(is_inside, row + m) >= 0;
-            const uint32_t valid_mask = ballot(is_valid), inside_mask = ballot(is_inside);
+            const uint32_t valid_mask = vote(is_valid), inside_mask = vote(is_inside);
             if (is_first_lane()) {
                 valid[i] = valid_mask;
                 stored[i] = rows.zero_padding ? inside_mask : valid_mask;

@@ -24,11 +24,15 @@ DEVICE void load_rows(const fp8_gemm_1d2d_args& args, uint32_t dst, uint32_t bar
         load_box<Config>(dst, &args.tensor_map_a[0], barrier, k, row, peers);
         return;
     }
-    for (uint32_t i = 0, done = 0; i < 3; ++i) {
-        for (; done + PART_ROWS[i] <= num_rows; done += PART_ROWS[i])
-            load_box<Config>(dst + done * BLOCK_K, &args.tensor_map_a[1 + i], barrier, k,
+    uint32_t done = 0;
+    auto load_parts = [&](uint32_t map_idx, uint32_t part_rows) {
+        for (; done + part_rows <= num_rows; done += part_rows)
+            load_box<Config>(dst + done * BLOCK_K, &args.tensor_map_a[map_idx], barrier, k,
                              row + done, peers);
-    }
+    };
+    load_parts(1, 64);
+    load_parts(2, 16);
+    load_parts(3, 8);
 }
 
 // Producer, first warp: keeps the ring of stages filled with A, B and the scales of A.
@@ -120,4 +124,5 @@ DEVICE void load_weight_scales(const fp8_gemm_1d2d_args& args, SharedStorage<Con
             pipeline.advance();
         }
     }
+    copy_async_wait_all();  // a thread does not leave before its copies have arrived
 }

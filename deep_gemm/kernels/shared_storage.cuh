@@ -58,6 +58,7 @@ struct SharedStorage : TileQueue<Config> {
     static constexpr int CLUSTER = Config::CLUSTER_M * Config::CLUSTER_N;
     // TMA loads scales of A from multiples of four rows on; a group may begin between them.
     static constexpr int SFA_ROWS = Config::BLOCK_M + (Config::IS_GROUPED ? 4 : 0);
+    static_assert(SFA_ROWS <= 256, "TMA's boxes are no longer");
     static constexpr int SFA_STRIDE =
         (SFA_ROWS + 31) / 32 * 32;  // 128 bytes are what TMA writes to
     // A weight scale covers 128 columns; a tile that may cross a multiple of 128 needs two.

@@ -61,6 +61,6 @@ struct QueuedTiles {
         // NOTES: a vote, since the compiler trusts that its result is the same in all lanes. Else it
         // keeps the loops' state in vector registers, and moves descriptors out of them between the
         // wgmmas of the main loop (measured: up to 1.6 times as slow).
-        return ballot(slot().is_tile) != 0;
+        return vote(slot().is_tile) != 0;
     }
 };

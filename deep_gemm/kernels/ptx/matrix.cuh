@@ -41,3 +41,5 @@ DEVICE void copy_16_bytes(void* dst, uint32_t src) {
 DEVICE void copy_async_4_bytes(uint32_t dst, const void* src) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
+
+DEVICE void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -12,7 +12,8 @@ DEVICE Lanes<uint32_t> lane_index() { return threadIdx.x % 32; }
 // True in the lane that writes what the warp has found.
 DEVICE bool is_first_lane() { return threadIdx.x % 32 == 0; }
 
-DEVICE uint32_t ballot(Lanes<bool> condition) { return __ballot_sync(0xFFFFFFFF, condition); }
+// One bit for each lane.
+DEVICE uint32_t vote(Lanes<bool> condition) { return __ballot_sync(0xFFFFFFFF, condition); }
 
 DEVICE uint32_t broadcast(Lanes<uint32_t> value, uint32_t lane_idx) {
     return __shfl_sync(0xFFFFFFFF, value, lane_idx);
@@ -44,7 +45,10 @@ DEVICE Lanes<T> select(Lanes<bool> condition, Lanes<T> yes, Lanes<T> no) {
 // values[index] where `condition` holds, `otherwise` elsewhere.
 DEVICE Lanes<int32_t> load_if(Lanes<bool> condition, const int32_t* values, Lanes<uint32_t> index,
                               int32_t otherwise) {
-    return condition ? __ldg(values + index) : otherwise;
+    int32_t value = otherwise;
+    if (condition)
+        asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(values + index) : "memory");
+    return value;
 }
 
 // Of the bits of a mask that is not zero: the lowest, and the highest.
