@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class _GroupedRows(ctypes.Structure):
         ("shape_m", ctypes.c_uint32),
         ("alignment", ctypes.c_uint32),
         ("zero_padding", ctypes.c_uint32),
+        ("next_unit", ctypes.c_uint64),
     )
 
 
@@ -48,7 +50,7 @@ class KernelArgs(ctypes.Structure):
         ("d_stride", ctypes.c_uint32),
         ("d", ctypes.c_uint64),
         ("rows", _GroupedRows),
-        ("_tail", ctypes.c_uint8 * 48),
+        ("_tail", ctypes.c_uint8 * 40),
     )
 
     def set_tensor_map(self, index: int, tensor_map: bytes) -> None:
@@ -72,6 +74,45 @@ class Operands:
         return self.a.data_ptr(), self.sfa.data_ptr(), self.b.data_ptr(), self.d.data_ptr()
 
 
+class UnitCounters:
+    """Where the CTAs of a grouped launch count the units that they have drawn.
+
+    A launch finds its counter 0 and leaves it 0, so launches may share one unless they run at the
+    same time. Those that do never write the same D by the same layout: hence one counter for each
+    such pair. Launches beyond `COUNT` pairs get none; the kernel then hands out units in turn.
+    """
+
+    COUNT = 1 << 16
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: dict[int, int] = {}  # device -> address
+        self._kept: list[torch.Tensor] = []
+        self._index_of: dict[tuple[int, int, int], int] = {}
+
+    def address(self, device_index: int, d: int, grouped_layout: int) -> int:
+        """Device address of the counter of D and layout at these addresses; 0: none."""
+        with self._lock:
+            first = self._counters.get(device_index) or self._allocate(device_index)
+            key = device_index, d, grouped_layout
+            index = self._index_of.get(key, len(self._index_of))
+            if not first or index >= self.COUNT:
+                return 0
+            self._index_of[key] = index
+            return first + 4 * index
+
+    def _allocate(self, device_index: int) -> int:
+        if torch.cuda.is_current_stream_capturing():  # memory of a graph does not last
+            return 0
+        with torch.cuda.device(device_index):
+            counters = torch.zeros(self.COUNT, dtype=torch.int32, device="cuda")
+            torch.cuda.current_stream().synchronize()  # once: other streams use them, too
+        self._kept.append(counters)
+        self._counters[device_index] = counters.data_ptr()
+        return counters.data_ptr()
+
+
+unit_counters = UnitCounters()
 _A, _SFA, _B, _D = range(4)  # places in `Operands.addresses`
 
 
@@ -95,7 +136,11 @@ class Template:
         args.sfb = operands.sfb.data_ptr()
         args.d = operands.d.data_ptr()
         if operands.grouped_layout is not None:
-            args.rows.grouped_layout = operands.grouped_layout.data_ptr()
+            layout_address = operands.grouped_layout.data_ptr()
+            args.rows.grouped_layout = layout_address
+            args.rows.next_unit = unit_counters.address(
+                operands.d.device.index, args.d, layout_address
+            )
         addresses = operands.addresses()
         first_map = ctypes.addressof(args)
         for index, operand in self._map_operands:

@@ -16,9 +16,10 @@ from deep_gemm.jit.codegen import KERNELS
 
 CONFIGS = [(64, 128, 1), (128, 64, 1), (192, 128, 2), (256, 128, 2)]  # BLOCK_M, BLOCK_N, CLUSTER_N
 IDS, ENDS, COUNTS = range(3)  # GroupedRows::kind
-WORDS = 6 + 16
+WORDS = 24  # 6 of the tile, 16 of its masks, 1 of its CTA
 
 HARNESS = """
+#include <vector>
 #include "scheduler.cuh"
 template <class T> struct Lanes {
     T v[32];
@@ -83,6 +84,8 @@ inline Lanes<int32_t> load_if(const Lanes<bool>& c, const int32_t* values,
     }
     return r;
 }
+inline Lanes<uint32_t> draw(uint32_t* counter) { return Lanes<uint32_t>((*counter)++); }
+inline void reset(uint32_t* counter) { *counter = 0; }
 inline uint32_t lowest_bit(uint32_t mask) { return __builtin_ctz(mask); }
 inline Lanes<uint32_t> lowest_bit(const Lanes<uint32_t>& mask) {
     Lanes<uint32_t> r;
@@ -96,24 +99,52 @@ inline uint32_t leading_ones(uint32_t mask) { return ~mask ? __builtin_ctz(~mask
 template <int M, int N, int C> struct Config {
     static constexpr int BLOCK_M = M, BLOCK_N = N, CLUSTER_M = 1, CLUSTER_N = C;
 };
+template <class Scheduler>
+bool write_next(Scheduler& scheduler, uint32_t* o) {
+    Tile tile;
+    uint32_t masks[16] = {};
+    if (!scheduler.next(tile, masks, masks + 8)) return false;
+    o[0] = tile.m, o[1] = tile.n, o[2] = tile.rows, o[3] = tile.group_idx;
+    o[4] = tile.k_block_begin, o[5] = tile.k_block_end;
+    for (int i = 0; i < 16; ++i) o[6 + i] = masks[i];
+    return true;
+}
 // Tiles of one CTA, WORDS numbers each; returns how many there are, ~0 after a read out of range.
 template <int M, int N, int C>
 uint32_t walk(const int32_t* layout, const uint32_t* p, uint32_t* out, uint32_t capacity) {
     layout_length = p[9], num_reads = 0, is_outside = 0;
-    const GroupedRows rows{layout, p[0], p[1], p[2], p[3], p[4]};
+    const GroupedRows rows{layout, p[0], p[1], p[2], p[3], p[4], nullptr};
     GroupedScheduler<Config<M, N, C>> scheduler(rows, p[5], 7, p[6], p[7], p[8]);
     uint32_t count = 0;
-    Tile tile;
-    for (;; ++count) {
-        uint32_t masks[16] = {};
-        if (!scheduler.next(tile, masks, masks + 8)) break;
+    for (; write_next(scheduler, out + 24 * count); ++count)
         if (count == capacity) return count + 1;
-        uint32_t* o = out + 22 * count;
-        o[0] = tile.m, o[1] = tile.n, o[2] = tile.rows, o[3] = tile.group_idx;
-        o[4] = tile.k_block_begin, o[5] = tile.k_block_end;
-        for (int i = 0; i < 16; ++i) o[6 + i] = masks[i];
-    }
     return is_outside ? ~0u : count;
+}
+// The same for all CTAs, which draw their tiles, in an order that `seed` makes up: a number more
+// each, the CTA's. ~0 also if the counter is not left as it was.
+template <int M, int N, int C>
+uint32_t draw_all(const int32_t* layout, const uint32_t* p, uint32_t* out, uint32_t capacity,
+                  uint32_t seed) {
+    layout_length = p[9], num_reads = 0, is_outside = 0;
+    uint32_t next_unit = 0, count = 0;
+    const GroupedRows rows{layout, p[0], p[1], p[2], p[3], p[4], &next_unit};
+    std::vector<GroupedScheduler<Config<M, N, C>>> running;
+    std::vector<uint32_t> cta;
+    for (uint32_t i = 0; i < p[8]; ++i) {
+        running.emplace_back(rows, p[5], 7, p[6], i, p[8]);
+        cta.push_back(i);
+    }
+    while (!cta.empty()) {
+        seed = seed * 1664525 + 1013904223;
+        const uint32_t i = (seed >> 8) % cta.size(), at = cta[i];
+        if (write_next(running[at], out + 24 * count)) {
+            out[24 * count + 22] = at;
+            if (++count == capacity) return count + 1;
+        } else {
+            cta.erase(cta.begin() + i);
+        }
+    }
+    return is_outside || next_unit != 0 ? ~0u : count;
 }
 extern "C" uint32_t reads() { return num_reads; }
 """
@@ -129,6 +160,9 @@ def library(tmp_path_factory):
         f'extern "C" uint32_t walk_{m}_{n}_{c}(const int32_t* layout, const uint32_t* p, '
         f"uint32_t* out, uint32_t capacity) {{ return walk<{m}, {n}, {c}>(layout, p, out, "
         f"capacity); }}\n"
+        f'extern "C" uint32_t draw_{m}_{n}_{c}(const int32_t* layout, const uint32_t* p, '
+        f"uint32_t* out, uint32_t capacity, uint32_t seed) {{ return draw_all<{m}, {n}, {c}>("
+        f"layout, p, out, capacity, seed); }}\n"
         for m, n, c in CONFIGS
     )
     (folder / "harness.cpp").write_text(HARNESS + functions)
@@ -189,6 +223,24 @@ class Layout:
         return expected
 
 
+def draw(library, config, layout, n, raster_m, num_ctas, seed, capacity):
+    """Tiles of each CTA, drawn in some order."""
+    parameters = (ctypes.c_uint32 * 10)(
+        layout.kind, layout.num_groups, layout.m, layout.alignment, layout.zero_padding,
+        n, raster_m, 0, num_ctas, len(layout.values),
+    )  # fmt: skip
+    values = (ctypes.c_int32 * max(1, len(layout.values)))(*layout.values)
+    out = (ctypes.c_uint32 * (WORDS * capacity))()
+    function = getattr(library, "draw_{}_{}_{}".format(*config))
+    count = function(values, parameters, out, capacity, seed)
+    assert count != 2**32 - 1, "read out of range, or the counter is not left at 0"
+    assert count <= capacity, "there are more tiles than D has"
+    walks = [[] for _ in range(num_ctas)]
+    for i in range(count):
+        walks[out[WORDS * i + 22]].append(tuple(out[WORDS * i : WORDS * i + 22]))
+    return walks
+
+
 def walk(library, config, layout, n, raster_m, cta_idx, num_ctas, capacity=200_000):
     parameters = (ctypes.c_uint32 * 10)(
         layout.kind, layout.num_groups, layout.m, layout.alignment, layout.zero_padding,
@@ -199,16 +251,23 @@ def walk(library, config, layout, n, raster_m, cta_idx, num_ctas, capacity=200_0
     count = getattr(library, "walk_{}_{}_{}".format(*config))(values, parameters, out, capacity)
     assert count != 2**32 - 1, "grouped_layout was read out of range"
     assert count <= capacity, "a CTA has more tiles than D"
-    return [tuple(out[WORDS * i : WORDS * (i + 1)]) for i in range(count)]
+    return [tuple(out[WORDS * i : WORDS * i + 22]) for i in range(count)]
 
 
-def check(library, config, layout, n=200, raster_m=3, clusters=5, is_garbage=False):
+def check(library, config, layout, n=200, raster_m=3, clusters=5, is_garbage=False, seed=0):
     """Walk with all CTAs and compare what each row gets with what `Layout.rows` says."""
-    block_m, block_n, cluster = config
+    num_ctas = clusters * config[2]
     walks = [
-        walk(library, config, layout, n, raster_m, cta, clusters * cluster, 4000)
-        for cta in range(clusters * cluster)
+        walk(library, config, layout, n, raster_m, cta, num_ctas, 4000) for cta in range(num_ctas)
     ]
+    check_walks(walks, config, layout, n, is_garbage)
+    if config[2] == 1:
+        walks = draw(library, config, layout, n, raster_m, num_ctas, seed, 20_000)
+        check_walks(walks, config, layout, n, is_garbage)
+
+
+def check_walks(walks, config, layout, n, is_garbage):
+    block_m, block_n, cluster = config
     total = layout.m * (layout.num_groups if layout.kind == COUNTS else 1)
     got = {}
     for tiles in walks:
@@ -262,7 +321,7 @@ def test_ids(library, seed, config):
     if rng.random() < 0.2:
         ids = [rng.choice([0, -1])] * m
     layout = Layout(IDS, ids, num_groups, m, alignment, rng.random() < 0.5)
-    check(library, config, layout, clusters=rng.choice([1, 3, 7]))
+    check(library, config, layout, clusters=rng.choice([1, 3, 7, 50]), seed=seed % 2**32)
 
 
 @settings(max_examples=400, deadline=None)
@@ -277,7 +336,7 @@ def test_prefix_sums(library, seed, config):
         begin = -(-end // alignment) * alignment
     m = max(1, ends[-1] + rng.choice([0, 5, 200]))
     layout = Layout(ENDS, ends, len(ends), m, alignment, rng.random() < 0.5)
-    check(library, config, layout, clusters=rng.choice([1, 3, 7]))
+    check(library, config, layout, clusters=rng.choice([1, 3, 7, 50]), seed=seed % 2**32)
 
 
 @settings(max_examples=400, deadline=None)
@@ -287,7 +346,7 @@ def test_counts(library, seed, config):
     m_max = rng.choice([1, 2, 31, 64, 65, 300])
     counts = [rng.choice([0, 0, 1, m_max // 2, m_max]) for _ in range(rng.choice([1, 5, 32, 90]))]
     layout = Layout(COUNTS, counts, len(counts), m_max)
-    check(library, config, layout, clusters=rng.choice([1, 3, 7]))
+    check(library, config, layout, clusters=rng.choice([1, 3, 7, 50]), seed=seed % 2**32)
 
 
 @settings(max_examples=200, deadline=None)

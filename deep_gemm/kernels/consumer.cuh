@@ -194,12 +194,16 @@ DEVICE void compute_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>&
             if constexpr (Config::IS_GROUPED) {
                 // NOTES: read again, rather than kept in registers all through the main loop.
                 const TileSlot& slot = tiles.slot();
+                const uint32_t m = slot.tile.m + row, n = slot.tile.n;
                 const uint32_t stored = slot.stored[row / 32] >> row % 32 & ALL_ROWS;
                 const uint32_t valid = slot.valid[row / 32] >> row % 32 & ALL_ROWS;
-                zero_rows(accum[wave], valid);
-                epilogue.store(args, accum[wave], slot.tile.m + row, slot.tile.n, stored);
+                if ((stored & valid) == ALL_ROWS) {
+                    epilogue.store(&args.tensor_map_d, accum[wave], m, n);
+                } else if (stored != 0) {
+                    epilogue.store_rows(args, accum[wave], m, n, valid, stored);
+                }
             } else {
-                epilogue.store(args, accum[wave], tile.m + row, tile.n, ALL_ROWS);
+                epilogue.store(&args.tensor_map_d, accum[wave], tile.m + row, tile.n);
             }
         }
     }

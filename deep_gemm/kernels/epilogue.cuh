@@ -18,16 +18,6 @@ DEVICE uint32_t slab_offset(uint32_t row, uint32_t chunk) {
     return offset ^ ((offset >> 7) % (ROW_BYTES / 16) << 4);
 }
 
-// Zeros for the rows of this warp whose bit in `valid` is not set: padding, whatever it holds.
-template <int count>
-DEVICE void zero_rows(float (&accum)[count], uint32_t valid) {
-    if (valid == ALL_ROWS) return;
-    const uint32_t lane_idx = threadIdx.x % 32;
-    const bool upper = valid >> lane_idx / 4 & 1, lower = valid >> (lane_idx / 4 + 8) & 1;
-#pragma unroll
-    for (int i = 0; i < count; ++i) accum[i] = (i % 4 < 2 ? upper : lower) ? accum[i] : 0;
-}
-
 template <class Config>
 struct Epilogue {
     static constexpr int SLABS_PER_WAVE = Config::BLOCK_N / Config::SLAB_N;
@@ -37,12 +27,10 @@ struct Epilogue {
     uint32_t ring;          // shared address of this warp's slabs
     uint32_t slab_idx = 0;  // next slab of the ring
 
-    // Writes the 16 x BLOCK_N part of one wave that this warp holds to D at (m, n): the rows whose bit
-    // in `stored` is set.
-    DEVICE void store(const fp8_gemm_1d2d_args& args, const float (&accum)[Config::BLOCK_N / 2],
-                      uint32_t m, uint32_t n, uint32_t stored) {
+    // Writes the 16 x BLOCK_N part of one wave that this warp holds to D at (m, n).
+    DEVICE void store(const TensorMap* tensor_map_d, const float (&accum)[Config::BLOCK_N / 2],
+                      uint32_t m, uint32_t n) {
         const uint32_t lane_idx = threadIdx.x % 32;
-        if (stored == 0) return;
 #pragma unroll
         for (int s = 0; s < SLABS_PER_WAVE; ++s) {
             const uint32_t slab = ring + slab_idx * SLAB_BYTES;
@@ -58,31 +46,37 @@ struct Epilogue {
                     cvt_bf16x2(pair[0], pair[1]), cvt_bf16x2(pair[2], pair[3]),
                     cvt_bf16x2(pair[4], pair[5]), cvt_bf16x2(pair[6], pair[7]));
             }
-            if (stored == ALL_ROWS) {
-                fence_proxy_async_shared();
-                __syncwarp();
-                if (lane_idx == 0)
-                    tma_store_2d(&args.tensor_map_d, slab, n + s * Config::SLAB_N, m);
-            } else {
-                __syncwarp();
-                store_rows(args, slab, m, n + s * Config::SLAB_N, stored);
-                __syncwarp();
+            fence_proxy_async_shared();
+            __syncwarp();
+            if (lane_idx == 0) {
+                tma_store_2d(tensor_map_d, slab, n + s * Config::SLAB_N, m);
+                tma_store_commit_group();
             }
-            // One group for each slab, be it empty: the wait above counts them.
-            if (lane_idx == 0) tma_store_commit_group();
             slab_idx = slab_idx + 1 == Config::NUM_D_SLABS ? 0 : slab_idx + 1;
         }
     }
 
-    // A slab of which some rows belong to another group, or to nobody: TMA would write them all.
-    DEVICE void store_rows(const fp8_gemm_1d2d_args& args, uint32_t slab, uint32_t m, uint32_t n,
-                           uint32_t stored) const {
-        constexpr uint32_t CHUNKS = Config::SLAB_N / 8;  // of 16 bytes in a row
-        for (uint32_t i = threadIdx.x % 32; i < WARP_M * CHUNKS; i += 32) {
-            const uint32_t row = i / CHUNKS, column = n + i % CHUNKS * 8;
-            if ((stored >> row & 1) && column < args.shape_n)
-                copy_16_bytes(args.d + int64_t{m + row} * args.d_stride + column,
-                              slab + slab_offset<Config::SLAB_N>(row, i % CHUNKS));
+    // The same where some of the 16 rows belong to another group, or to nobody: those whose bit in
+    // `stored` is set are written, as zeros where that in `valid` is not. TMA would write them all,
+    // and for a few rows it is not worth its wait.
+    DEVICE void store_rows(const fp8_gemm_1d2d_args& args,
+                           const float (&accum)[Config::BLOCK_N / 2], uint32_t m, uint32_t n,
+                           uint32_t valid, uint32_t stored) const {
+        const uint32_t lane_idx = threadIdx.x % 32;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint32_t row = lane_idx / 4 + half * 8, column = n + lane_idx % 4 * 2;
+            if (stored >> row & 1) {
+                const bool is_valid = valid >> row & 1;
+                uint16_t* d = args.d + int64_t{m + row} * args.d_stride + column;
+#pragma unroll
+                for (int j = 0; j < Config::BLOCK_N / 8; ++j) {
+                    const uint32_t pair =
+                        cvt_bf16x2(accum[4 * j + 2 * half], accum[4 * j + 2 * half + 1]);
+                    if (column + 8 * j < args.shape_n)
+                        st_global_b32(d + 8 * j, is_valid ? pair : 0);
+                }
+            }
         }
     }
 

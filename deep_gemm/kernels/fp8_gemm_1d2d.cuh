@@ -28,8 +28,8 @@ __host__ __device__ constexpr int fp8_gemm_1d2d_threads() {
 template <class Config, class Tiles>
 DEVICE void run_roles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& storage, Tiles tiles) {
     // They trade registers: 64K are there, 512 for each row of four warps.
-    constexpr int PRODUCER_REGISTERS = Config::NUM_CONSUMERS == 3 ? 32 : 40;
-    constexpr int CONSUMER_REGISTERS = Config::NUM_CONSUMERS == 3 ? 152 : 232;
+    constexpr int PRODUCER_REGISTERS = 56;
+    constexpr int CONSUMER_REGISTERS = Config::NUM_CONSUMERS == 3 ? 152 : 224;
     const uint32_t warpgroup_idx = __shfl_sync(0xFFFFFFFF, threadIdx.x / WARPGROUP, 0);
     if (warpgroup_idx == Config::NUM_CONSUMERS) {
         if constexpr (Config::NUM_CONSUMERS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -21,6 +21,7 @@ struct GroupedRows {
     uint32_t shape_m;       // rows of A and D; GROUP_COUNTS: those of one group
     uint32_t alignment;     // groups begin at multiples of it; unused by GROUP_COUNTS
     uint32_t zero_padding;  // write zeros to the padding of blocks that have rows of a group
+    uint32_t* next_unit;    // how many units were drawn: 0 before and after a launch; or null
 };
 
 // A segment is a range of rows of one group: a whole group, or a run of blocks with the same group.
@@ -37,8 +38,10 @@ struct GroupedScheduler {
 
     const GroupedRows& rows;
     uint32_t num_n_units, num_k_blocks, raster_m;
-    uint32_t num_clusters, wave_begin = 0, place;  // this cluster's unit is wave_begin + place
-    uint32_t rank_n;
+    uint32_t num_clusters, unit_idx, rank_n;  // unit_idx: this cluster's next unit
+    Lanes<uint32_t> drawn;                    // in lane 0: units that were drawn before
+
+    bool has_drawn = false;
 
     uint32_t position = 0;  // the group, or block of rows, that the next window begins with
     uint32_t window_begin = 0, window_units = 0;  // units before the window, and in it
@@ -54,7 +57,7 @@ struct GroupedScheduler {
         constexpr uint32_t UNIT_N = Config::BLOCK_N * Config::CLUSTER_N;
         num_n_units = (shape_n + UNIT_N - 1) / UNIT_N;
         num_clusters = num_ctas / ClusterRank<Config>::SIZE;
-        place = cta_idx / ClusterRank<Config>::SIZE;
+        unit_idx = cta_idx / ClusterRank<Config>::SIZE;
         rank_n = ClusterRank<Config>(cta_idx).n;
     }
 
@@ -62,11 +65,18 @@ struct GroupedScheduler {
     // bit i of `valid` is set (bit i % 32 of word i / 32), and written where that of `stored` is.
     // `tile.rows` ends with the last valid row; without one there is nothing to sum.
     DEVICE bool next(Tile& tile, uint32_t* valid, uint32_t* stored) {
-        const uint32_t unit_idx = wave_begin + place;
+        if (is_drawing() && has_drawn) unit_idx = num_clusters + broadcast(drawn, 0);
         while (unit_idx - window_begin >= window_units) {
-            if (position >= num_positions()) return false;
+            if (position >= num_positions()) {
+                if (is_drawing() && has_drawn) end_drawing();
+                return false;
+            }
             window_begin += window_units;
             load_window();
+        }
+        if (is_drawing()) {  // the next one already, which takes a while
+            drawn = draw(rows.next_unit);
+            has_drawn = true;
         }
         const uint32_t unit = unit_idx - window_begin;
         const uint32_t segment = lowest_bit(vote(units_until > unit));
@@ -86,16 +96,29 @@ struct GroupedScheduler {
         tile.sf_column = has_groups ? first : tile.m;
         tile.k_block_begin = 0;
         tile.k_block_end = tile.rows > 0 ? num_k_blocks : 0;
-        next_wave();
+        if (!is_drawing()) next_wave();
         return true;
     }
 
-    // Each wave has a unit for every cluster. Places rotate from wave to wave, by a step that has
+    // Units are drawn: each cluster begins with its own, and takes the next one that is left whenever
+    // it has room for another. So nobody waits long for those with more to do, and what runs at one
+    // time stays together, which L2 likes.
+    DEVICE bool is_drawing() const {
+        return ClusterRank<Config>::SIZE == 1 && rows.next_unit != nullptr;
+    }
+
+    // There are as many draws as units: one for each unit but the first of each cluster, and one in
+    // vain for each cluster. The last one leaves the counter as it was.
+    DEVICE void end_drawing() const {
+        if (unit_idx - num_clusters == window_begin + window_units - 1) reset(rows.next_unit);
+    }
+
+    // Else each wave has a unit for every cluster. Places rotate from wave to wave, by a step that has
     // little in common with anything: units that end early often come at regular distances, and would
     // all fall to the same clusters.
     DEVICE void next_wave() {
-        wave_begin += num_clusters;
-        place = (place + (num_clusters * 5 / 8 | 1)) % num_clusters;
+        const uint32_t place = unit_idx % num_clusters;
+        unit_idx += num_clusters - place + (place + (num_clusters * 5 / 8 | 1)) % num_clusters;
     }
 
     // Groups or blocks of rows, whichever the windows go over.

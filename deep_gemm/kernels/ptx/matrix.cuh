@@ -24,16 +24,8 @@ DEVICE float ld_shared_f32(uint32_t address) {
     return value;
 }
 
-// 16 bytes from shared to global memory, both aligned to 16 bytes.
-DEVICE void copy_16_bytes(void* dst, uint32_t src) {
-    uint32_t r0, r1, r2, r3;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
-                 : "r"(src)
-                 : "memory");
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "r"(r0), "r"(r1), "r"(r2),
-                 "r"(r3)
-                 : "memory");
+DEVICE void st_global_b32(void* dst, uint32_t value) {
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(dst), "r"(value) : "memory");
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async": 4 bytes from global to shared memory,

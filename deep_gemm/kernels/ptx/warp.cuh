@@ -56,3 +56,12 @@ DEVICE uint32_t lowest_bit(uint32_t mask) { return __ffs(mask) - 1; }
 DEVICE uint32_t highest_bit(uint32_t mask) { return 31 - __clz(mask); }
 // How many bits from bit 0 on are set.
 DEVICE uint32_t leading_ones(uint32_t mask) { return ~mask ? __ffs(~mask) - 1 : 32; }
+
+// Lane 0 adds one to a counter in global memory and gets what it was; the others get nothing.
+DEVICE Lanes<uint32_t> draw(uint32_t* counter) {
+    return threadIdx.x % 32 == 0 ? atomicAdd(counter, 1) : 0;
+}
+
+DEVICE void reset(uint32_t* counter) {
+    if (threadIdx.x % 32 == 0) *counter = 0;
+}
