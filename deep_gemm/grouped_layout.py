@@ -202,7 +202,7 @@ def _reference(
         aligned = (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
         begins = aligned.cumsum(0) - aligned
         limits = torch.full_like(begins, num_rows)
-    limits[num_experts] = 0
+    limits[num_experts:].zero_()  # an assignment would synchronise
     ends = torch.minimum(begins + counts, limits)
 
     sorted_experts, slots = experts.sort(stable=True)

@@ -39,9 +39,8 @@ struct GroupedScheduler {
     const GroupedRows& rows;
     uint32_t num_n_units, num_k_blocks, raster_m;
     uint32_t num_clusters, unit_idx, rank_n;  // unit_idx: this cluster's next unit
-    Lanes<uint32_t> drawn;                    // in lane 0: units that were drawn before
 
-    bool has_drawn = false;
+    bool has_unit = false;  // its first, which is not drawn
 
     uint32_t position = 0;  // the group, or block of rows, that the next window begins with
     uint32_t window_begin = 0, window_units = 0;  // units before the window, and in it
@@ -65,19 +64,16 @@ struct GroupedScheduler {
     // bit i of `valid` is set (bit i % 32 of word i / 32), and written where that of `stored` is.
     // `tile.rows` ends with the last valid row; without one there is nothing to sum.
     DEVICE bool next(Tile& tile, uint32_t* valid, uint32_t* stored) {
-        if (is_drawing() && has_drawn) unit_idx = num_clusters + broadcast(drawn, 0);
+        if (is_drawing() && has_unit) unit_idx = num_clusters + broadcast(draw(rows.next_unit), 0);
         while (unit_idx - window_begin >= window_units) {
             if (position >= num_positions()) {
-                if (is_drawing() && has_drawn) end_drawing();
+                if (is_drawing() && has_unit) end_drawing();
                 return false;
             }
             window_begin += window_units;
             load_window();
         }
-        if (is_drawing()) {  // the next one already, which takes a while
-            drawn = draw(rows.next_unit);
-            has_drawn = true;
-        }
+        has_unit = true;
         const uint32_t unit = unit_idx - window_begin;
         const uint32_t segment = lowest_bit(vote(units_until > unit));
         const uint32_t segment_rows = broadcast(num_rows, segment);
@@ -236,13 +232,21 @@ struct GroupedScheduler {
     // The two masks of a tile at row `m`, which is row `first` of its segment; returns `Tile::rows`.
     DEVICE uint32_t mask_rows(uint32_t m, uint32_t first, uint32_t segment_rows,
                               uint32_t segment_valid, uint32_t* valid, uint32_t* stored) const {
+        Lanes<int32_t> group[NUM_MASKS];
+        if (rows.kind == ROW_GROUPS) {
+#pragma unroll
+            for (uint32_t i = 0; i < NUM_MASKS; ++i) {  // all loads in flight
+                const Lanes<uint32_t> row = i * 32 + lane_index();
+                group[i] = row_group(row + first < segment_rows, row + m);
+            }
+        }
         uint32_t rows_until = 0;
+#pragma unroll
         for (uint32_t i = 0; i < NUM_MASKS; ++i) {
-            const Lanes<uint32_t> row = i * 32 + lane_index();
-            const Lanes<bool> is_inside = row + first < segment_rows;
-            Lanes<bool> is_valid = row + first < segment_valid;
-            if (rows.kind == ROW_GROUPS) is_valid = row_group(is_inside, row + m) >= 0;
-            const uint32_t valid_mask = vote(is_valid), inside_mask = vote(is_inside);
+            const Lanes<uint32_t> row = i * 32 + lane_index() + first;
+            const uint32_t valid_mask =
+                vote(rows.kind == ROW_GROUPS ? group[i] >= 0 : row < segment_valid);
+            const uint32_t inside_mask = vote(row < segment_rows);
             if (is_first_lane()) {
                 valid[i] = valid_mask;
                 stored[i] = rows.zero_padding ? inside_mask : valid_mask;

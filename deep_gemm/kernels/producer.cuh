@@ -5,6 +5,7 @@
 #include "pipeline.cuh"
 #include "ptx/tma.cuh"
 #include "shared_storage.cuh"
+#include "tile_queue.cuh"
 
 template <class Config>
 DEVICE void load_box(uint32_t dst, const TensorMap* map, uint32_t barrier, uint32_t x, uint32_t y,
@@ -73,7 +74,14 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
             &args.tensor_map_sfa[!Config::IS_GROUPED && rows_m != Config::BLOCK_M];
         const uint32_t row_b = Config::IS_GROUPED ? tile.group_idx * args.shape_n + n_b : n_b;
         const uint32_t sf_column = tile.sf_column / 4 * 4;
+        uint32_t want_at = tile.k_block_begin;
+        if constexpr (Config::IS_GROUPED) {
+            if (tile.k_block_end > LEAD) want_at = tile.k_block_end - LEAD;
+            if (tile.k_block_begin == tile.k_block_end) tiles.want_next();
+        }
         for (uint32_t k_block = tile.k_block_begin; k_block < tile.k_block_end; ++k_block) {
+            if constexpr (Config::IS_GROUPED)
+                if (k_block == want_at) tiles.want_next();
             pipeline.wait_empty();
             const uint32_t full = pipeline.full(), stage = pipeline.stage_idx;
             const uint32_t k = k_block * BLOCK_K;

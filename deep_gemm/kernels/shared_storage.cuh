@@ -9,6 +9,7 @@
 //   queue.full[slot]  scheduler warp: 1 arrive          that arrival                          every other role
 //   queue.empty[slot] each warp of every other role:    NUM_CONSUMER_WARPS + 2 arrivals       scheduler warp
 //                     1 arrive
+//   queue.wanted[slot] TMA warp: 1 arrive               that arrival                          scheduler warp
 // The queue is that of grouped kernels only. A stage, or slot, is full in phase p (0, 1, 0, ...) and empty again in phase p; the producers start with the
 // opposite parity, so that their first wait on each stage returns at once.
 #pragma once
@@ -38,11 +39,13 @@ struct TileQueue {
     TileSlot slots[NUM_TILE_SLOTS];
     alignas(8) uint64_t full_barriers[NUM_TILE_SLOTS];
     uint64_t empty_barriers[NUM_TILE_SLOTS];
+    uint64_t wanted_barriers[NUM_TILE_SLOTS];
 
     DEVICE void init_barriers() {
         for (int slot = 0; slot < NUM_TILE_SLOTS; ++slot) {
             mbarrier_init(shared_address(&full_barriers[slot]), 1);
             mbarrier_init(shared_address(&empty_barriers[slot]), Config::NUM_CONSUMERS * 4 + 2);
+            mbarrier_init(shared_address(&wanted_barriers[slot]), 1);
         }
     }
 };

@@ -7,17 +7,29 @@
 #include "pipeline.cuh"
 #include "shared_storage.cuh"
 
-// Scheduler warp: fills the queue. It runs ahead of the other roles, so that the time to find a tile
-// is hidden behind the tiles before.
+// How many k-blocks before its loads run out the TMA warp asks for the next tile: enough to find it in
+// the meantime. Not more, so that tiles are drawn late, by whoever has room, and run in their order.
+constexpr uint32_t LEAD = 4;
+
+// Scheduler warp: fills the queue, one tile at a time as they are wanted; where tiles have so few
+// k-blocks that one is no lead, some tiles ahead.
 template <class Config>
 DEVICE void schedule_tiles(const fp8_gemm_1d2d_args& args, TileQueue<Config>& queue) {
-    GroupedScheduler<Config> scheduler(args.rows, args.shape_n,
-                                       (args.shape_k + BLOCK_K - 1) / BLOCK_K, args.raster_m,
+    const uint32_t num_k_blocks = (args.shape_k + BLOCK_K - 1) / BLOCK_K;
+    GroupedScheduler<Config> scheduler(args.rows, args.shape_n, num_k_blocks, args.raster_m,
                                        blockIdx.x, gridDim.x);
     Pipeline<NUM_TILE_SLOTS> slots(queue.full_barriers, queue.empty_barriers);
+    Pipeline<NUM_TILE_SLOTS> wanted(queue.wanted_barriers, queue.wanted_barriers);
+    uint32_t tiles_ahead = num_k_blocks > LEAD ? 1 : 1 + (LEAD + num_k_blocks - 1) / num_k_blocks;
     bool is_tile;
     do {
         slots.wait_empty();
+        if (tiles_ahead > 0) {
+            --tiles_ahead;
+        } else {
+            wanted.wait_full();
+            wanted.advance();
+        }
         TileSlot& slot = queue.slots[slots.stage_idx];
         Tile tile;
         is_tile = scheduler.next(tile, slot.valid, slot.stored);
@@ -42,6 +54,12 @@ struct QueuedTiles {
         : queue(queue), slots(queue.full_barriers, queue.empty_barriers) {}
 
     DEVICE const TileSlot& slot() const { return queue.slots[slot_idx]; }
+
+    // TMA warp, once for each tile: it soon needs another.
+    DEVICE void want_next() const {
+        if (threadIdx.x % 32 == 0)
+            mbarrier_arrive(shared_address(&queue.wanted_barriers[slot_idx]));
+    }
 
     // Moves on to the next tile; false when there is none.
     DEVICE bool next(Tile& tile) {
