@@ -63,20 +63,18 @@ struct Epilogue {
                            const float (&accum)[Config::BLOCK_N / 2], uint32_t m, uint32_t n,
                            uint32_t valid, uint32_t stored) const {
         const uint32_t lane_idx = threadIdx.x % 32;
+        const uint32_t column = n + lane_idx % 4 * 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint32_t row = lane_idx / 4 + half * 8, column = n + lane_idx % 4 * 2;
-            if (stored >> row & 1) {
-                const bool is_valid = valid >> row & 1;
-                uint16_t* d = args.d + int64_t{m + row} * args.d_stride + column;
+            const uint32_t row = lane_idx / 4 + half * 8;
+            const bool is_stored = stored >> row & 1;
+            const uint32_t keep = valid >> row & 1 ? 0xFFFFFFFF : 0;
+            const uint16_t* d = args.d + int64_t{m + row} * args.d_stride + column;
 #pragma unroll
-                for (int j = 0; j < Config::BLOCK_N / 8; ++j) {
-                    const uint32_t pair =
-                        cvt_bf16x2(accum[4 * j + 2 * half], accum[4 * j + 2 * half + 1]);
-                    if (column + 8 * j < args.shape_n)
-                        st_global_b32(d + 8 * j, is_valid ? pair : 0);
-                }
-            }
+            for (int j = 0; j < Config::BLOCK_N / 8; ++j)
+                st_global_b32_if(
+                    is_stored && column + 8 * j < args.shape_n, d + 8 * j,
+                    cvt_bf16x2(accum[4 * j + 2 * half], accum[4 * j + 2 * half + 1]) & keep);
         }
     }
 

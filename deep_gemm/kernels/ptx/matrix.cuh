@@ -24,8 +24,12 @@ DEVICE float ld_shared_f32(uint32_t address) {
     return value;
 }
 
-DEVICE void st_global_b32(void* dst, uint32_t value) {
-    asm volatile("st.global.b32 [%0], %1;" ::"l"(dst), "r"(value) : "memory");
+// A store that is predicated, not branched around.
+DEVICE void st_global_b32_if(bool condition, const void* dst, uint32_t value) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.b32 [%1], %2;}" ::"r"(
+                     static_cast<int>(condition)),
+                 "l"(dst), "r"(value)
+                 : "memory");
 }
 
 // PTX ISA, "Data Movement and Conversion Instructions: cp.async": 4 bytes from global to shared memory,
