@@ -146,11 +146,14 @@ def times(
 def run(operands: Operands, config: KernelConfig) -> None:
     """The grouped call of the operands' layout with an explicit config."""
     if operands.case.layout == "masked":
-        grouped_gemm.run_masked(operands.a, operands.b, operands.d, operands.grouped_layout, config)
+        grouped_gemm.run_masked(
+            operands.a, operands.b, operands.d, operands.grouped_layout, config,
+            expected_m=operands.case.m_per_group,
+        )  # fmt: skip
     else:
         grouped_gemm.run_contiguous(
             operands.a, operands.b, operands.d, operands.grouped_layout, config,
-            use_psum_layout=operands.case.layout == "psum",
+            use_psum_layout=operands.case.layout == "psum", expected_m=operands.case.m_per_group,
         )  # fmt: skip
 
 

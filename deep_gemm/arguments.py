@@ -47,10 +47,11 @@ class KernelArgs(ctypes.Structure):
         ("shape_n", ctypes.c_uint32),
         ("shape_k", ctypes.c_uint32),
         ("raster_m", ctypes.c_uint32),
+        ("is_b_read_once", ctypes.c_uint32),
         ("d_stride", ctypes.c_uint32),
         ("d", ctypes.c_uint64),
         ("rows", _GroupedRows),
-        ("_tail", ctypes.c_uint8 * 40),
+        ("_tail", ctypes.c_uint8 * 32),
     )
 
     def set_tensor_map(self, index: int, tensor_map: bytes) -> None:
@@ -172,6 +173,7 @@ def make_template(
         shape_n=n,
         shape_k=k,
         raster_m=gemm_plan.raster_m,
+        is_b_read_once=gemm_plan.is_b_read_once,
         d_stride=problem.d_stride,
     )
     if config.is_grouped:

@@ -159,19 +159,25 @@ def run_contiguous(
     config: KernelConfig,
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
+    expected_m: int | None = None,
 ) -> None:
     """`m_grouped_fp8_gemm_nt_contiguous` with an explicit kernel config, for experiments."""
     problem = grouped_checks.check_contiguous(
-        a, b, d, grouped_layout, use_psum_layout=use_psum_layout
+        a, b, d, grouped_layout, use_psum_layout=use_psum_layout, expected_m=expected_m
     )
     _run(problem, a, b, d, grouped_layout, ensure_zero_padding, config)
 
 
 def run_masked(
-    a: Pair, b: Pair, d: torch.Tensor, masked_m: torch.Tensor, config: KernelConfig
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    config: KernelConfig,
+    expected_m: int = 0,
 ) -> None:
     """`m_grouped_fp8_gemm_nt_masked` with an explicit kernel config, for experiments."""
-    problem = grouped_checks.check_masked(a, b, d, masked_m, 0)
+    problem = grouped_checks.check_masked(a, b, d, masked_m, expected_m)
     _run(problem, a, b, d, masked_m, False, config)
 
 

@@ -169,7 +169,14 @@ def make_plan(
         pdl=pdl,
     )
     raster_m = RASTER_SHORT_K if problem.k <= SHORT_K else RASTER_LONG_K
-    return GemmPlan(chosen, launch, raster_m // chosen.cluster_m, predictions.get(chosen))
+    m = problem.expected_m if chosen.is_grouped else problem.m
+    return GemmPlan(
+        kernel=chosen,
+        launch=launch,
+        raster_m=raster_m // chosen.cluster_m,
+        predicted_us=predictions.get(chosen),
+        is_b_read_once=m <= chosen.block_m * chosen.cluster_m,
+    )
 
 
 def make_config(

@@ -91,3 +91,4 @@ class GemmPlan:
     launch: LaunchConfig
     raster_m: int  # height of a raster band in clusters
     predicted_us: float | None  # None: the config was given, not chosen
+    is_b_read_once: bool = False  # by one tile each of its rows (as expected, if grouped)

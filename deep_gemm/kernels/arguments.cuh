@@ -26,10 +26,11 @@ struct fp8_gemm_1d2d_args {
     uint32_t sfb_stride_group;
     uint32_t sfb_stride_n;
     uint32_t sfb_stride_k;
-    uint32_t shape_m;   // rows of A and D (of one group, where each has its own)
-    uint32_t shape_n;   // rows of one group's B, columns of D
-    uint32_t shape_k;   // channels
-    uint32_t raster_m;  // height of a raster band, in clusters
+    uint32_t shape_m;         // rows of A and D (of one group, where each has its own)
+    uint32_t shape_n;         // rows of one group's B, columns of D
+    uint32_t shape_k;         // channels
+    uint32_t raster_m;        // height of a raster band, in clusters
+    uint32_t is_b_read_once;  // by one tile each of its rows: L2 need not keep them
     // Grouped kernels only.
     uint32_t d_stride;  // of rows, in elements
     uint16_t* d;

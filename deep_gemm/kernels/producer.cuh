@@ -9,27 +9,27 @@
 
 template <class Config>
 DEVICE void load_box(uint32_t dst, const TensorMap* map, uint32_t barrier, uint32_t x, uint32_t y,
-                     uint16_t peers) {
+                     uint16_t peers, uint64_t policy) {
     if constexpr (SharedStorage<Config>::CLUSTER == 1) {
-        tma_load_2d(dst, map, barrier, x, y);
+        tma_load_2d(dst, map, barrier, x, y, policy);
     } else {
-        tma_load_2d_multicast(dst, map, barrier, x, y, peers);
+        tma_load_2d_multicast(dst, map, barrier, x, y, peers, policy);
     }
 }
 
 // A's rows from `row` on, a multiple of eight, in as few boxes as there are maps for.
 template <class Config>
 DEVICE void load_rows(const fp8_gemm_1d2d_args& args, uint32_t dst, uint32_t barrier, uint32_t k,
-                      uint32_t row, uint32_t num_rows, uint16_t peers) {
+                      uint32_t row, uint32_t num_rows, uint16_t peers, uint64_t policy) {
     if (num_rows == Config::BLOCK_M / Config::CLUSTER_N) {
-        load_box<Config>(dst, &args.tensor_map_a[0], barrier, k, row, peers);
+        load_box<Config>(dst, &args.tensor_map_a[0], barrier, k, row, peers, policy);
         return;
     }
     uint32_t done = 0;
     auto load_parts = [&](uint32_t map_idx, uint32_t part_rows) {
         for (; done + part_rows <= num_rows; done += part_rows)
             load_box<Config>(dst + done * BLOCK_K, &args.tensor_map_a[map_idx], barrier, k,
-                             row + done, peers);
+                             row + done, peers, policy);
     };
     load_parts(1, 64);
     load_parts(2, 16);
@@ -57,6 +57,7 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
     const uint32_t smem_a = shared_address(storage.a) + rank.n * A_ROWS * BLOCK_K;
     const uint32_t smem_b = shared_address(storage.b) + rank.m * B_ROWS * BLOCK_K;
     const uint32_t smem_sfa = shared_address(storage.sfa);
+    const uint64_t policy_a = create_policy(false), policy_b = create_policy(args.is_b_read_once);
 
     for (Tile tile; tiles.next(tile);) {
         const uint32_t m_a = tile.m + rank.n * A_ROWS, n_b = tile.n + rank.m * B_ROWS;
@@ -90,14 +91,15 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
             if (elect_one()) {
                 mbarrier_arrive_expect_tx(full, stage_bytes);
                 if constexpr (Config::IS_GROUPED) {
-                    load_rows<Config>(args, dst_a, full, k, m_a, rows_a, peers_along_n);
+                    load_rows<Config>(args, dst_a, full, k, m_a, rows_a, peers_along_n, policy_a);
                 } else if (rows_a > 0) {  // parts of a unit may lie outside of D
                     const TensorMap* map_a = &args.tensor_map_a[rows_a != A_ROWS];
-                    load_box<Config>(dst_a, map_a, full, k, m_a, peers_along_n);
+                    load_box<Config>(dst_a, map_a, full, k, m_a, peers_along_n, policy_a);
                 }
-                if (rows_b > 0) load_box<Config>(dst_b, map_b, full, k, row_b, peers_along_m);
+                if (rows_b > 0)
+                    load_box<Config>(dst_b, map_b, full, k, row_b, peers_along_m, policy_b);
                 if (rows_m > 0)
-                    tma_load_2d(dst_sfa, map_sfa, full, sf_column, tile.sf_row + k_block);
+                    tma_load_2d(dst_sfa, map_sfa, full, sf_column, tile.sf_row + k_block, policy_a);
             }
             __syncwarp();
             pipeline.advance();
