@@ -66,6 +66,7 @@ def grid() -> list[KernelConfig]:
         )
         for each in search.grid()
         if each.cluster_m == 1
+        and each.block_m <= plan.GROUPED_BLOCK_M
         and each.block_n in BLOCK_NS
         and (each.cluster_n == 1 or each.block_m > 64)
     ]
@@ -148,12 +149,12 @@ def run(operands: Operands, config: KernelConfig) -> None:
     if operands.case.layout == "masked":
         grouped_gemm.run_masked(
             operands.a, operands.b, operands.d, operands.grouped_layout, config,
-            expected_m=operands.case.m_per_group,
+            expected_m=operands.case.family.m_per_group,
         )  # fmt: skip
     else:
         grouped_gemm.run_contiguous(
             operands.a, operands.b, operands.d, operands.grouped_layout, config,
-            use_psum_layout=operands.case.layout == "psum", expected_m=operands.case.m_per_group,
+            use_psum_layout=operands.case.layout == "psum", expected_m=operands.case.family.m_per_group,
         )  # fmt: skip
 
 

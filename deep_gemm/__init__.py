@@ -12,6 +12,21 @@ Importing makes no CUDA call, starts no process and touches no disk.
 from typing import TYPE_CHECKING, NoReturn
 
 from deep_gemm import jit, jit_kernels, legacy, testing, utils
+from deep_gemm.bf16_gemm import (
+    bf16_gemm_nn,
+    bf16_gemm_nt,
+    bf16_gemm_tn,
+    bf16_gemm_tt,
+    bf16_m_grouped_gemm_nt_masked,
+    cublaslt_gemm_nn,
+    cublaslt_gemm_nt,
+    cublaslt_gemm_tn,
+    cublaslt_gemm_tt,
+    k_grouped_bf16_gemm_tn_contiguous,
+    m_grouped_bf16_gemm_nn_contiguous,
+    m_grouped_bf16_gemm_nt_contiguous,
+    m_grouped_bf16_gemm_nt_masked,
+)
 from deep_gemm.checks import can_run
 from deep_gemm.gemm import fp8_gemm_nn, fp8_gemm_nt, fp8_gemm_tn, fp8_gemm_tt
 from deep_gemm.grouped_gemm import (
@@ -23,6 +38,7 @@ from deep_gemm.grouped_gemm import (
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
 )
+from deep_gemm.grouped_layout import GroupedLayout, build_grouped_layout
 from deep_gemm.legacy import (
     gemm_fp8_fp8_bf16_nt,
     m_grouped_gemm_fp8_fp8_bf16_nt_contiguous,
@@ -49,8 +65,6 @@ from deep_gemm.unavailable import (
     bf16_mega_moe,
     fp8_fp4_mega_moe,
     get_symm_buffer_for_mega_moe,
-    m_grouped_bf16_gemm_nn_contiguous,
-    m_grouped_bf16_gemm_nt_contiguous,
     transform_weights_for_mega_moe,
 )
 from deep_gemm.utils.dist import dist_print, init_dist, uneven_all_gather
@@ -85,18 +99,29 @@ from deep_gemm.utils.math import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "GroupedLayout",
     "KernelConfig",
     "SymmBuffer",
     "__version__",
     "align",
     "bench",
     "bench_kineto",
+    "bf16_gemm_nn",
+    "bf16_gemm_nt",
+    "bf16_gemm_tn",
+    "bf16_gemm_tt",
+    "bf16_m_grouped_gemm_nt_masked",
     "bf16_mega_moe",
+    "build_grouped_layout",
     "calc_diff",
     "can_run",
     "cast_back_from_fp4",
     "ceil_div",
     "ceil_to_ue8m0",
+    "cublaslt_gemm_nn",
+    "cublaslt_gemm_nt",
+    "cublaslt_gemm_tn",
+    "cublaslt_gemm_tt",
     "dist_print",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
@@ -127,9 +152,11 @@ __all__ = [
     "init_dist",
     "jit",
     "jit_kernels",
+    "k_grouped_bf16_gemm_tn_contiguous",
     "legacy",
     "m_grouped_bf16_gemm_nn_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_masked",
     "m_grouped_fp8_fp4_gemm_nn_contiguous",
     "m_grouped_fp8_fp4_gemm_nt_contiguous",
     "m_grouped_fp8_fp4_gemm_nt_masked",
@@ -171,6 +198,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for an existing on
 
     def __getattr__(name: str) -> NoReturn:
         raise AttributeError(
-            f"deep_gemm {__version__} does not implement {name!r}: it has dense FP8 GEMM with "
-            f"1x128 and 128x128 scales, deep_gemm.__all__ lists every name"
+            f"deep_gemm {__version__} does not implement {name!r}: it has dense and grouped "
+            f"FP8 GEMM with 1x128 and 128x128 scales, and BF16 GEMM by torch; deep_gemm.__all__ "
+            f"lists every name"
         )

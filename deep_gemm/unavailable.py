@@ -12,7 +12,6 @@ from typing import NoReturn
 _SM100 = "needs an SM100 GPU and this library is for Hopper (SM90)"
 _MEGA = f"{_SM100}; run the experts through grouped GEMMs instead"
 _FP4 = f"{_SM100}, which has no FP4 tensor cores; per_block_cast_to_fp8 makes FP8"
-_LATER = "is not implemented in this version; loop over the groups with fp8_gemm_nt or torch.matmul"
 
 
 def _unavailable(name: str, reason: str) -> Callable[..., NoReturn]:
@@ -39,6 +38,3 @@ bf16_mega_moe = _unavailable("bf16_mega_moe", _MEGA)
 per_token_cast_to_fp4 = _unavailable("per_token_cast_to_fp4", _FP4)
 transpose_packed_fp4 = _unavailable("transpose_packed_fp4", _FP4)
 cast_back_from_fp4 = _unavailable("cast_back_from_fp4", _FP4)
-
-m_grouped_bf16_gemm_nt_contiguous = _unavailable("m_grouped_bf16_gemm_nt_contiguous", _LATER)
-m_grouped_bf16_gemm_nn_contiguous = _unavailable("m_grouped_bf16_gemm_nn_contiguous", _LATER)
