@@ -15,7 +15,6 @@ from deep_gemm.tensor_map import TENSOR_MAP_BYTES, make_tensor_map, replace_addr
 from deep_gemm.types import BLOCK_K, GemmPlan, Problem
 
 MAX_ENTRIES = 4096
-PART_ROWS = (64, 16, 8)  # producer.cuh: boxes of A where a group ends within a tile
 _ROW_KINDS = {"contiguous": 0, "psum": 1, "masked": 2}  # grouped_scheduler.cuh
 _NUM_TENSOR_MAPS = 9
 
@@ -186,7 +185,10 @@ def make_template(
     rows_a, rows_b = sf_groups * m, problem.num_groups * n
     a_rows, b_rows = config.block_m // config.cluster_n, config.block_n // config.cluster_m
     # Boxes for whole tiles, then for parts: the kernel tells why.
-    a_parts = PART_ROWS if config.is_grouped else (m % a_rows or a_rows,)
+    a_parts: tuple[int, ...] = (m % a_rows or a_rows,)
+    if config.is_grouped:  # `PartBox` of the kernel
+        largest = 1 << (a_rows - 1).bit_length() - 1
+        a_parts = largest, largest // 2, largest // 4
     sfa_boxes = config.block_m, -(-(m % config.block_m) // 4) * 4 or config.block_m
     if config.is_grouped:  # groups may begin between multiples of four rows
         sfa_boxes = (config.block_m + 4,)

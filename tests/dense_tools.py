@@ -205,14 +205,18 @@ class Defect(NamedTuple):
     fill: str = "normal"
 
     def break_kernels(self, root: Path) -> Path:
-        """Copy the kernels to `root`, broken."""
-        shutil.copytree(codegen.KERNELS, root)
-        path = root / self.file
-        pattern = r"\s+".join(map(re.escape, self.old.split()))
-        text, count = re.subn(pattern, lambda _: self.new, path.read_text())
-        assert count == 1, f"{self.old!r} is {count} times in {self.file}: update this defect"
-        path.write_text(text)
-        return root
+        return break_kernels(root, self.file, self.old, self.new)
+
+
+def break_kernels(root: Path, file: str, old: str, new: str) -> Path:
+    """Copy the kernels to `root`, with one edit."""
+    shutil.copytree(codegen.KERNELS, root)
+    path = root / file
+    pattern = r"\s+".join(map(re.escape, old.split()))
+    text, count = re.subn(pattern, lambda _: new, path.read_text())
+    assert count == 1, f"{old!r} is {count} times in {file}: update this defect"
+    path.write_text(text)
+    return root
 
 
 _SMALL, _PLAIN, _TALL, _CLUSTER = (
@@ -220,61 +224,64 @@ _SMALL, _PLAIN, _TALL, _CLUSTER = (
     for key in ((64, 32, 1), (128, 128, 1), (256, 128, 2), (192, 128, 2))
 )
 _TWO_SCALES = next(c for c in CONFIGS if (c.block_m, c.block_n) == (128, 96))
-_GEMM = "fp8_gemm_1d2d.cuh"
+_PRODUCER, _CONSUMER = "producer.cuh", "consumer.cuh"
 
 DEFECTS = [
     Defect("promotion without scale", "promote.cuh",
            "accum[4 * j + 2] += lower * partial[4 * j + 2];",
            "accum[4 * j + 2] += partial[4 * j + 2];", _PLAIN, (300, 520, 1040)),
-    Defect("one k-block in 56 skipped", _GEMM,
+    Defect("one k-block in 56 skipped", _CONSUMER,
            "promote_wave(accum[wave], partial[wave % IN_FLIGHT], stage, wave, first_columns);",
            "if (count != 17) promote_wave(accum[wave], partial[wave % IN_FLIGHT], stage, wave, "
            "first_columns);", _PLAIN, (256, 512, 7168)),
-    Defect("one k-block of a group skipped", _GEMM,
+    Defect("one k-block of a group skipped", _CONSUMER,
            "promote_wave(accum[0], partial[i], stage[i], 0, first_columns);",
            "if (step + i != 5) promote_wave(accum[0], partial[i], stage[i], 0, first_columns);",
            _SMALL, (17, 520, 7168)),
-    Defect("scales of rows r and r + 8 swapped", _GEMM,
+    Defect("scales of rows r and r + 8 swapped", _CONSUMER,
            "r % 2 * 8) * 4);", "(1 - r % 2) * 8) * 4);", _PLAIN, (128, 256, 1024)),
-    Defect("scales of another wave", _GEMM, "r / 2 * WGMMA_M + r % 2 * 8", "r % 2 * 8",
+    Defect("scales of another wave", _CONSUMER, "r / 2 * WGMMA_M + r % 2 * 8", "r % 2 * 8",
            _TALL, (256, 256, 512)),
-    Defect("scales of another stage", _GEMM, "smem_sfb + (stage.idx * 2 + i) * 4",
+    Defect("scales of another stage", _CONSUMER, "smem_sfb + (stage.idx * 2 + i) * 4",
            "smem_sfb + i * 4", _PLAIN, (128, 256, 1024)),
-    Defect("rows stored one further down", _GEMM, "m + wave * WGMMA_M, n);",
-           "m + wave * WGMMA_M + 1, n);", _PLAIN, (256, 256, 256)),
-    Defect("second weight scale comes too late", _GEMM, "= 128 - n % 128;", "= 160 - n % 128;",
+    Defect("rows stored one further down", _CONSUMER,
+           "epilogue.store(&args.tensor_map_d, accum[wave], tile.m + row, tile.n);",
+           "epilogue.store(&args.tensor_map_d, accum[wave], tile.m + row + 1, tile.n);",
+           _PLAIN, (256, 256, 256)),
+    Defect("second weight scale comes too late", _CONSUMER, "= 128 - tile.n % 128;",
+           "= 160 - tile.n % 128;", _TWO_SCALES, (128, 576, 512)),
+    Defect("second weight scale is the first", _PRODUCER,
+           "min(row + i, last_row)", "min(row, last_row)",
            _TWO_SCALES, (128, 576, 512)),
-    Defect("second weight scale is the first", _GEMM, "min(row + i, last_row)",
-           "min(row, last_row)", _TWO_SCALES, (128, 576, 512)),
-    Defect("weight scale of the neighbour", _GEMM,
-           "tile.n_block_idx * Config::BLOCK_N / 128;", "tile.n_block_idx;",
+    Defect("weight scale of the neighbour", _PRODUCER,
+           "row = tile.n / 128;", "row = tile.n / Config::BLOCK_N;",
            _SMALL, (64, 512, 512)),
-    Defect("tail of K left out", _GEMM, "(args.shape_k + BLOCK_K - 1) / BLOCK_K",
+    Defect("tail of K left out", "fp8_gemm_1d2d.cuh", "(args.shape_k + BLOCK_K - 1) / BLOCK_K",
            "args.shape_k / BLOCK_K", _PLAIN, (130, 136, 7168 + 16)),
     Defect("last tile left out", "scheduler.cuh", "if (unit_idx >= num_m_units * num_n_units)",
            "if (unit_idx + 1 >= num_m_units * num_n_units)", _PLAIN, (4096, 4096, 128)),
     Defect("swizzle of D left out", "epilogue.cuh",
            "offset ^ ((offset >> 7) % (ROW_BYTES / 16) << 4)", "offset", _PLAIN, (128, 128, 128)),
-    Defect("sum of the tile before kept in the tensor core", _GEMM,
+    Defect("sum of the tile before kept in the tensor core", _CONSUMER,
            "wgmma_descriptor(b + k * (WGMMA_K / 16)), k > 0);",
            "wgmma_descriptor(b + k * (WGMMA_K / 16)), true);", _PLAIN, (128, 128, 1024)),
-    Defect("a quarter of a k-block read twice", _GEMM, "wgmma_descriptor(a + k * (WGMMA_K / 16))",
+    Defect("a quarter of a k-block read twice", _CONSUMER,
+           "wgmma_descriptor(a + k * (WGMMA_K / 16))",
            "wgmma_descriptor(a + k % 3 * (WGMMA_K / 16))", _PLAIN, (128, 128, 1024)),
-    Defect("shares of A swapped in a cluster", _GEMM, "scheduler.rank_n * A_ROWS * BLOCK_K;",
-           "(Config::CLUSTER_N - 1 - scheduler.rank_n) * A_ROWS * BLOCK_K;",
-           _CLUSTER, (192, 256, 512)),
-    Defect("edge of A loaded from one row further up", _GEMM,
-           "m_a = m + scheduler.rank_n * A_ROWS,",
-           "m_a = m + scheduler.rank_n * A_ROWS - (m + Config::BLOCK_M > args.shape_m && m > 0),",
+    Defect("shares of A swapped in a cluster", _PRODUCER, "rank.n * A_ROWS * BLOCK_K;",
+           "(Config::CLUSTER_N - 1 - rank.n) * A_ROWS * BLOCK_K;", _CLUSTER, (192, 256, 512)),
+    Defect("edge of A loaded from one row further up", _PRODUCER,
+           "m_a = tile.m + rank.n * A_ROWS,",
+           "m_a = tile.m + rank.n * A_ROWS - (tile.rows < Config::BLOCK_M && tile.m > 0),",
            _PLAIN, (193, 128, 256)),
-    Defect("edge of B loaded from one row further up", _GEMM,
-           "n_b = n + scheduler.rank_m * B_ROWS;",
-           "n_b = n + scheduler.rank_m * B_ROWS - (n + Config::BLOCK_N > args.shape_n && n > 0);",
-           _PLAIN, (128, 264, 256)),
-    Defect("edge of the scales loaded from the rows before", _GEMM,
-           "tma_load_2d(dst_sfa, map_sfa, full, m, k_block); } else",
-           "tma_load_2d(dst_sfa, map_sfa, full, m - (m + Config::BLOCK_M > args.shape_m) * 4, "
-           "k_block); } else", _PLAIN, (193, 128, 256)),
+    Defect("edge of B loaded from one row further up", _PRODUCER,
+           "n_b = tile.n + rank.m * B_ROWS;",
+           "n_b = tile.n + rank.m * B_ROWS - "
+           "(tile.n + Config::BLOCK_N > args.shape_n && tile.n > 0);", _PLAIN, (128, 264, 256)),
+    Defect("edge of the scales loaded from the rows before", _PRODUCER,
+           "sf_column = tile.sf_column / 4 * 4;",
+           "sf_column = tile.sf_column / 4 * 4 - (tile.rows < Config::BLOCK_M) * 4;",
+           _PLAIN, (193, 128, 256)),
     Defect("truncation instead of rounding", "ptx/matrix.cuh", "cvt.rn.bf16x2.f32",
            "cvt.rz.bf16x2.f32", _PLAIN, (256, 512, 1024)),
     Defect("half of the accumulator's bits", "promote.cuh",

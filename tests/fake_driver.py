@@ -1,4 +1,7 @@
-"""A CUDA driver that notes what it is asked for; its data types are those of cuda-bindings."""
+"""A CUDA driver that notes what it is asked for; its data types are those of cuda-bindings.
+
+With it, `Line` follows a call on CPU tensors to its launch, as one on a Hopper GPU goes.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,16 @@ import pytest
 import torch
 from cuda.bindings import driver as bindings
 
-from deep_gemm import driver, tensor_map
+from deep_gemm import arguments, driver, jit, plan, tensor_map
+from deep_gemm.arguments import KernelArgs
+from deep_gemm.config import settings
+from deep_gemm.types import Problem
 
 SUCCESS = bindings.CUresult.CUDA_SUCCESS
-ARGS_BYTES = 1024
+ARGS_BYTES = 1280
+NUM_TENSOR_MAPS = 9
+# Places of tensor maps in the argument: the first for whole tiles, then those for parts of one.
+MAPS_A, MAPS_B, MAPS_SFA, MAP_D = range(0, 4), range(4, 6), range(6, 8), 8
 
 
 @dataclass
@@ -119,14 +128,14 @@ class FakeDriver:
     def cuCtxPopCurrent(self) -> tuple[Any, int]:
         return SUCCESS, self.contexts.pop()
 
-    def maps_of(self, launched: Launched) -> list[Encoded]:
-        """The seven tensor maps in a launch's argument, with the addresses that it had."""
-        words = [launched.args[128 * i : 128 * i + 16] for i in range(7)]
-        found = []
-        for word in words:
-            address, number = (int.from_bytes(word[i : i + 8], "little") for i in (0, 8))
-            encoded = self.encoded[number]
-            found.append(Encoded(**{**vars(encoded), "address": address}))
+    def maps_of(self, launched: Launched) -> dict[int, Encoded]:
+        """The tensor maps in a launch's argument by their place, with the addresses it had."""
+        found = {}
+        for i in range(NUM_TENSOR_MAPS):
+            word = launched.args[128 * i : 128 * i + 16]
+            address, number = (int.from_bytes(word[j : j + 8], "little") for j in (0, 8))
+            if address:
+                found[i] = Encoded(**{**vars(self.encoded[number]), "address": address})
         return found
 
 
@@ -151,3 +160,67 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(driver, "device_properties", lambda index: (132, (9, 0)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     return fake
+
+
+class FakeCounters(arguments.UnitCounters):
+    """The counters of every device begin at address 4096; no memory is behind them."""
+
+    def _allocate(self, device_index: int) -> int:
+        self._counters[device_index] = 4096
+        return 4096
+
+
+class Line:
+    """What happened on the way: problems planned, kernels loaded, launches."""
+
+    def __init__(self, fake: FakeDriver) -> None:
+        self.fake = fake
+        self.planned: list[Problem] = []
+        self.loaded: list[tuple[str, dict[str, int]]] = []
+
+    @property
+    def launched(self) -> list[Launched]:
+        return self.fake.launched
+
+    def args(self, index: int = -1) -> KernelArgs:
+        """The argument of a launch."""
+        return KernelArgs.from_buffer_copy(self.launched[index].args)
+
+    def addresses(self, index: int = -1) -> tuple[int, ...]:
+        """(a, b, sfa, d, sfb) of a launch."""
+        maps = self.fake.maps_of(self.launched[index])
+        args = self.args(index)
+        found = []
+        for places in (MAPS_A, MAPS_B, MAPS_SFA):
+            (address,) = {maps[i].address for i in places if i in maps}
+            found.append(address)
+        assert maps[MAP_D].address == args.d
+        return *found, args.d, args.sfb
+
+
+def install_line(monkeypatch: pytest.MonkeyPatch, module: Any) -> Line:
+    """Let CPU tensors take the way of those on a GPU through `module`, `gemm` or `grouped_gemm`."""
+    line = Line(install(monkeypatch))
+    make_plan, finished = plan.make_plan, module._finished_without_launch
+
+    def plan_and_note(problem: Problem, *rest: Any) -> Any:
+        line.planned.append(problem)
+        return make_plan(problem, *rest)
+
+    def load(name: str, constants: dict[str, int]) -> FakeKernel:
+        line.loaded.append((name, constants))
+        return FakeKernel(name, constants)
+
+    def finished_as_on_a_gpu(problem: Problem, *rest: Any) -> bool:
+        is_empty = 0 in (problem.m, problem.n, problem.k)
+        if is_empty or settings.backend == "reference":
+            return bool(finished(problem, *rest))
+        return False
+
+    monkeypatch.setattr(plan, "make_plan", plan_and_note)
+    monkeypatch.setattr(jit, "load_kernel", load)
+    monkeypatch.setattr(arguments, "unit_counters", FakeCounters())
+    monkeypatch.setattr(module, "_finished_without_launch", finished_as_on_a_gpu)
+    monkeypatch.setattr(module, "_launches", {})
+    monkeypatch.setattr(module, "_templates", {})
+    return line

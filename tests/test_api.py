@@ -19,6 +19,19 @@ GEMM = (
     "a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims={!r}, "
     "disable_ue8m0_cast=False"
 )
+GROUPED = "recipe=None, recipe_a=None, recipe_b=None, compiled_dims='nk', disable_ue8m0_cast=False"
+NN_CONTIGUOUS = (
+    f"a, b, d, grouped_layout=None, {GROUPED}, use_psum_layout=False, ensure_zero_padding=True"
+)
+NT_CONTIGUOUS = f"{NN_CONTIGUOUS}, expected_m_for_psum_layout=None, *, m_indices=None"
+NN_CONTIGUOUS += ", *, m_indices=None"
+MASKED = f"a, b, d, masked_m, expected_m, {GROUPED}"
+BF16_GEMM = "a, b, d, c=None, compiled_dims={!r}"
+BF16_CONTIGUOUS = (
+    "a, b, d, grouped_layout=None, compiled_dims='nk', use_psum_layout=False, "
+    "ensure_zero_padding=True{}, *, m_indices=None"
+)
+BF16_MASKED = "a, b, d, masked_m, expected_m, compiled_dims='nk'"
 
 # Frozen: a change here is a change that clients see, and a line of CHANGELOG.md.
 SIGNATURES = {
@@ -31,6 +44,34 @@ SIGNATURES = {
     "fp8_fp4_gemm_tn": GEMM.format("mn"),
     "fp8_fp4_gemm_tt": GEMM.format("mn"),
     "gemm_fp8_fp8_bf16_nt": "lhs, rhs, out",
+    "m_grouped_fp8_gemm_nt_contiguous": NT_CONTIGUOUS,
+    "m_grouped_fp8_gemm_nn_contiguous": NN_CONTIGUOUS,
+    "m_grouped_fp8_gemm_nt_masked": MASKED,
+    "m_grouped_fp8_fp4_gemm_nt_contiguous": NT_CONTIGUOUS,
+    "m_grouped_fp8_fp4_gemm_nn_contiguous": NN_CONTIGUOUS,
+    "m_grouped_fp8_fp4_gemm_nt_masked": MASKED,
+    "fp8_m_grouped_gemm_nt_masked": MASKED,
+    "m_grouped_gemm_fp8_fp8_bf16_nt_contiguous": (
+        "lhs, rhs, out, m_indices=None, *, grouped_layout=None"
+    ),
+    "m_grouped_gemm_fp8_fp8_bf16_nt_masked": "lhs, rhs, out, masked_m, expected_m",
+    "build_grouped_layout": (
+        "topk_ids, num_experts, layout='psum', *, alignment=None, num_rows=None, m_max=None"
+    ),
+    "bf16_gemm_nt": BF16_GEMM.format("nk"),
+    "bf16_gemm_nn": BF16_GEMM.format("nk"),
+    "bf16_gemm_tn": BF16_GEMM.format("mn"),
+    "bf16_gemm_tt": BF16_GEMM.format("mn"),
+    **{f"cublaslt_gemm_{letters}": "a, b, d, c=None" for letters in ("nt", "nn", "tn", "tt")},
+    "m_grouped_bf16_gemm_nt_contiguous": BF16_CONTIGUOUS.format(
+        ", expected_m_for_psum_layout=None"
+    ),
+    "m_grouped_bf16_gemm_nn_contiguous": BF16_CONTIGUOUS.format(""),
+    "m_grouped_bf16_gemm_nt_masked": BF16_MASKED,
+    "bf16_m_grouped_gemm_nt_masked": BF16_MASKED,
+    "k_grouped_bf16_gemm_tn_contiguous": (
+        "a, b, d, ks_cpu, grouped_layout, c=None, compiled_dims='mn', use_psum_layout=False"
+    ),
     "can_run": "a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, "
     "compiled_dims='nk', disable_ue8m0_cast=False",
     "make_plan": "problem, num_sms, pdl=False, config=None",
@@ -82,7 +123,7 @@ SIGNATURES = {
     ),
     "calc_diff": "x, y",
 }
-CLASSES = {"KernelConfig", "SymmBuffer"}
+CLASSES = {"GroupedLayout", "KernelConfig", "SymmBuffer"}
 MODULES = {"jit", "jit_kernels", "legacy", "testing", "utils"}
 UNAVAILABLE = {
     "SymmBuffer",
@@ -90,10 +131,6 @@ UNAVAILABLE = {
     "cast_back_from_fp4",
     "fp8_fp4_mega_moe",
     "get_symm_buffer_for_mega_moe",
-    "m_grouped_bf16_gemm_nn_contiguous",
-    "m_grouped_bf16_gemm_nt_contiguous",
-    "m_grouped_fp8_fp4_gemm_nn_contiguous",
-    "m_grouped_fp8_fp4_gemm_nt_contiguous",
     "per_token_cast_to_fp4",
     "transform_weights_for_mega_moe",
     "transpose_packed_fp4",
@@ -114,13 +151,8 @@ TRANSFORMERS_LOADER = [
     "SymmBuffer",
 ]
 NOT_IMPLEMENTED = [
-    "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_fp8_gemm_nt_masked",
-    "fp8_m_grouped_gemm_nt_masked",
     "k_grouped_fp8_gemm_nt_contiguous",
     "wgrad_gemm_fp8_fp8_fp32_nt",
-    "bf16_gemm_nt",
-    "cublaslt_gemm_nt",
     "fp8_mqa_logits",
     "einsum",
     "tf32_hc_prenorm_gemm",
@@ -162,6 +194,13 @@ def test_c120_old_names_and_a_version() -> None:
     for letters in ("nt", "nn", "tn", "tt"):
         alias, function = f"fp8_fp4_gemm_{letters}", f"fp8_gemm_{letters}"
         assert getattr(deep_gemm, alias) is getattr(deep_gemm, function)
+    masked = deep_gemm.m_grouped_fp8_gemm_nt_masked
+    assert deep_gemm.fp8_m_grouped_gemm_nt_masked is masked
+    assert deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked is masked
+    for letters in ("nt", "nn"):
+        alias = getattr(deep_gemm, f"m_grouped_fp8_fp4_gemm_{letters}_contiguous")
+        assert alias is getattr(deep_gemm, f"m_grouped_fp8_gemm_{letters}_contiguous")
+    assert deep_gemm.bf16_m_grouped_gemm_nt_masked is deep_gemm.m_grouped_bf16_gemm_nt_masked
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_LOADER)
@@ -197,7 +236,8 @@ def test_hasattr_tells_the_truth(name: str) -> None:
         ("testing", "get_arch_major test_filter ignore_env compare"),
         ("testing.bench", "bench bench_kineto"),
         ("testing.numeric", "calc_diff count_bytes"),
-        ("legacy", "gemm_fp8_fp8_bf16_nt"),
+        ("legacy", "gemm_fp8_fp8_bf16_nt m_grouped_gemm_fp8_fp8_bf16_nt_contiguous"),
+        ("legacy", "m_grouped_gemm_fp8_fp8_bf16_nt_masked"),
         ("jit_kernels", "gemm_fp8_fp8_bf16_nt get_num_sms"),
         ("jit_kernels.gemm", "gemm_fp8_fp8_bf16_nt get_best_configs"),
         ("jit_kernels.utils", "set_num_sms get_num_sms get_m_alignment_for_contiguous_layout"),

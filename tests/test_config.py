@@ -104,13 +104,25 @@ def test_backend_can_be_set_and_given_back(monkeypatch: pytest.MonkeyPatch) -> N
         fresh.backend = "cpu"
 
 
-def test_epoch_changes_with_every_setting() -> None:
+def test_launch_state_is_what_a_launch_depends_on_and_nothing_else() -> None:
+    """Calls that repeat are looked up by it: what leaves launches as they are must not show."""
     fresh = Settings()
-    seen = {fresh.epoch}
-    for name, value in (("num_sms", 8), ("pdl", True), ("backend", "reference"), ("backend", None)):
+    before, seen = fresh.launch_state, {fresh.launch_state}
+    for name, value, usual in (
+        ("num_sms", 8, 0),
+        ("pdl", True, False),
+        ("backend", "reference", None),
+        ("backend", "sm90", None),
+    ):
         setattr(fresh, name, value)
-        assert fresh.epoch not in seen
-        seen.add(fresh.epoch)
+        assert fresh.launch_state not in seen, name
+        seen.add(fresh.launch_state)
+        setattr(fresh, name, usual)
+        assert fresh.launch_state == before, name
+    for name, value in (("tc_util", 50), ("mk_alignment", 64)):
+        setattr(fresh, name, value)
+        assert fresh.launch_state == before, name
+    hash(before)
 
 
 def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

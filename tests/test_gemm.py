@@ -8,59 +8,19 @@ import math
 import pytest
 import torch
 from dense_tools import FP8, check, make_operands
-from fake_driver import FakeKernel, bindings, install
+from fake_driver import MAP_D, MAPS_SFA, bindings, install_line
 
 import deep_gemm
-from deep_gemm import driver, gemm, jit, layout, plan, reference
+from deep_gemm import arguments, driver, gemm, layout, reference
 from deep_gemm.config import settings
 from deep_gemm.plan import CANDIDATES, make_config
 
 M, N, K = 130, 264, 1040
 
 
-class Line:
-    """What happened on the way: problems planned, kernels loaded, launches."""
-
-    def __init__(self, fake):
-        self.fake, self.planned, self.loaded = fake, [], []
-
-    @property
-    def launched(self):
-        return self.fake.launched
-
-    def addresses(self, index=-1):
-        """(a, b, sfa, d, sfb) of a launch."""
-        launched = self.launched[index]
-        maps = self.fake.maps_of(launched)
-        assert maps[0].address == maps[1].address and maps[2].address == maps[3].address
-        assert maps[4].address == maps[5].address
-        sfb = int.from_bytes(launched.args[896:904], "little")
-        return maps[0].address, maps[2].address, maps[4].address, maps[6].address, sfb
-
-
 @pytest.fixture
 def line(monkeypatch):
-    line = Line(install(monkeypatch))
-    make_plan, finished = plan.make_plan, gemm._finished_without_launch
-
-    def plan_and_note(problem, *rest):
-        line.planned.append(problem)
-        return make_plan(problem, *rest)
-
-    def load(name, constants):
-        line.loaded.append((name, constants))
-        return FakeKernel(name, constants)
-
-    def finished_as_on_a_gpu(problem, *tensors):
-        is_empty = 0 in (problem.m, problem.n, problem.k)
-        return finished(problem, *tensors) if is_empty or settings.backend == "reference" else False
-
-    monkeypatch.setattr(plan, "make_plan", plan_and_note)
-    monkeypatch.setattr(jit, "load_kernel", load)
-    monkeypatch.setattr(gemm, "_finished_without_launch", finished_as_on_a_gpu)
-    monkeypatch.setattr(gemm, "_launches", {})
-    monkeypatch.setattr(gemm, "_templates", {})
-    return line
+    return install_line(monkeypatch, gemm)
 
 
 def operands(m=M, n=N, k=K, seed=0):
@@ -135,9 +95,9 @@ def test_addresses_are_checked_also_where_a_template_is_known(line):
     [
         lambda: deep_gemm.set_num_sms(7),
         lambda: deep_gemm.set_pdl(True),
-        lambda: setattr(settings, "tc_util", 50),
+        lambda: deep_gemm.set_backend("sm90"),
     ],
-    ids=["num_sms", "pdl", "tc_util"],
+    ids=["num_sms", "pdl", "backend"],
 )
 def test_a_new_setting_means_a_new_plan(line, change):
     (a, b), d = operands(), output()
@@ -148,6 +108,16 @@ def test_a_new_setting_means_a_new_plan(line, change):
     assert len(line.planned) == 2
     assert line.launched[-1].pdl is settings.pdl
     assert line.launched[-1].grid <= (settings.num_sms or 132)
+
+
+def test_settings_that_change_no_launch_cost_nothing(line):
+    (a, b), d = operands(), output()
+    deep_gemm.fp8_gemm_nt(a, b, d)
+    deep_gemm.set_tc_util(50)
+    deep_gemm.set_mk_alignment_for_contiguous_layout(64)
+    deep_gemm.set_num_sms(0)  # as it was
+    deep_gemm.fp8_gemm_nt(a, b, d)
+    assert len(line.planned) == 1 and len(gemm._launches) == 1
 
 
 def test_more_sms_than_there_are_do_no_harm(line):
@@ -163,10 +133,9 @@ def test_another_size_is_another_plan(line, m, n, k):
         (a, b), d = operands(*sizes), output(*sizes[:2])
         deep_gemm.fp8_gemm_nt(a, b, d)
     assert len(line.planned) == 2
-    shapes = [launched.args[912:924] for launched in line.launched]
-    assert shapes[0] == shapes[2] != shapes[1]
-    words = [int.from_bytes(shapes[1][i : i + 4], "little") for i in (0, 4, 8)]
-    assert words == [m, n, k]
+    args = [line.args(i) for i in range(3)]
+    shapes = [(each.shape_m, each.shape_n, each.shape_k) for each in args]
+    assert shapes == [(M, N, K), (m, n, k), (M, N, K)]
 
 
 def test_another_stride_is_another_plan(line):
@@ -176,7 +145,8 @@ def test_another_stride_is_another_plan(line):
     deep_gemm.fp8_gemm_nt((a[0].contiguous(), a[1]), b, output())
     assert len(line.planned) == 3
     strides = [
-        [line.fake.maps_of(launched)[i].stride_bytes for i in (0, 6)] for launched in line.launched
+        [line.fake.maps_of(launched)[i].stride_bytes for i in (0, MAP_D)]
+        for launched in line.launched
     ]
     assert strides == [[K + 32, 2 * N + 16], [K + 32, 2 * N], [K, 2 * N]]
 
@@ -206,12 +176,12 @@ def test_lists_and_nonsense_are_refused_by_the_checks(line):
 
 
 def test_the_memory_is_bounded(line, monkeypatch):
-    monkeypatch.setattr(gemm, "_MAX_ENTRIES", 4)
+    monkeypatch.setattr(arguments, "MAX_ENTRIES", 4)
     kept = [(operands(m), output(m)) for m in range(1, 11)]
     for (a, b), d in kept:
         deep_gemm.fp8_gemm_nt(a, b, d)
         assert len(gemm._launches) <= 4 and len(gemm._templates) <= 4
-    assert [launched.args[912] for launched in line.launched] == list(range(1, 11))
+    assert [line.args(i).shape_m for i in range(10)] == list(range(1, 11))
 
 
 def test_a_launch_that_fails_is_not_remembered(line):
@@ -245,14 +215,15 @@ def test_transposed_scales_are_never_remembered(line, monkeypatch):
     assert len({copy.data_ptr() for copy in copies}) == 3
     assert not gemm._launches
     assert len(line.planned) == 1
-    assert line.fake.maps_of(line.launched[0])[4].stride_bytes == 4 * 132
+    assert line.fake.maps_of(line.launched[0])[MAPS_SFA[0]].stride_bytes == 4 * 132
 
 
 def test_native_and_row_major_scales_have_templates_of_their_own(line):
     ((a, sfa), b), d = operands(), output()
     for scales in (sfa, sfa.contiguous(), sfa, sfa.contiguous()):
         deep_gemm.fp8_gemm_nt((a, scales), b, d)
-    strides = [line.fake.maps_of(launched)[4].stride_bytes for launched in line.launched]
+    maps = [line.fake.maps_of(launched) for launched in line.launched]
+    strides = [each[MAPS_SFA[0]].stride_bytes for each in maps]
     assert strides == [4 * sfa.stride(1), 4 * 132] * 2
     assert line.addresses(0)[2] == line.addresses(2)[2] == sfa.data_ptr()
 

@@ -282,13 +282,19 @@ def test_alignment() -> None:
     layout.set_mk_alignment_for_contiguous_layout(64)
     assert [getter() for getter in getters] == [64] * 3
     assert layout.get_theoretical_mk_alignment_for_contiguous_layout() == 128
-    assert layout.get_theoretical_mk_alignment_for_contiguous_layout(expected_m=3) == 128
-    with pytest.raises(ValueError, match="alignment is 100, expected a positive multiple of 16"):
-        layout.set_mk_alignment_for_contiguous_layout(100)
-    with pytest.raises(ValueError, match="alignment is 0"):
-        layout.set_mk_alignment_for_contiguous_layout(0)
+    for expected_m in (1, 3, 4096):  # what the kernels like best is the same for all
+        assert layout.get_theoretical_mk_alignment_for_contiguous_layout(expected_m) == 16
+    for alignment in (1, 100, 2**40):  # prefix sums take any; the checks of a call know better
+        layout.set_mk_alignment_for_contiguous_layout(alignment)
+        assert [getter() for getter in getters] == [alignment] * 3
+    for alignment in (0, -16):
+        with pytest.raises(ValueError, match=f"alignment is {alignment}, expected 1 or more"):
+            layout.set_mk_alignment_for_contiguous_layout(alignment)
     with pytest.raises(TypeError, match="alignment is 64.0, expected an int"):
         layout.set_mk_alignment_for_contiguous_layout(64.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="alignment is True, expected an int"):
+        layout.set_mk_alignment_for_contiguous_layout(True)
+    assert [getter() for getter in getters] == [2**40] * 3
 
 
 def test_transposing_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@
 // B, and what is outside of D is not stored.
 struct fp8_gemm_1d2d_args {
     // e4m3 [rows of A, shape_k]: boxes of 128 channels, 128-byte swizzle; [0] BLOCK_M / CLUSTER_N
-    // rows, the others for parts of that: dense [1] those at the edge, grouped 64, 16 and 8 rows
+    // rows, the others for parts of that: dense [1] those at the edge, grouped powers of two
     TensorMap tensor_map_a[4];
     // e4m3 [groups * shape_n, shape_k]: boxes of 128 channels, 128-byte swizzle; [0] BLOCK_N /
     // CLUSTER_M rows, [1] those at the edge

@@ -9,32 +9,28 @@
 
 template <class Config>
 DEVICE void load_box(uint32_t dst, const TensorMap* map, uint32_t barrier, uint32_t x, uint32_t y,
-                     uint16_t peers, uint64_t policy) {
+                     uint16_t peers) {
     if constexpr (SharedStorage<Config>::CLUSTER == 1) {
-        tma_load_2d(dst, map, barrier, x, y, policy);
+        tma_load_2d(dst, map, barrier, x, y);
     } else {
-        tma_load_2d_multicast(dst, map, barrier, x, y, peers, policy);
+        tma_load_2d_multicast(dst, map, barrier, x, y, peers);
     }
 }
 
-// A's rows from `row` on, a multiple of eight, in as few boxes as there are maps for.
-template <class Config>
-DEVICE void load_rows(const fp8_gemm_1d2d_args& args, uint32_t dst, uint32_t barrier, uint32_t k,
-                      uint32_t row, uint32_t num_rows, uint16_t peers, uint64_t policy) {
-    if (num_rows == Config::BLOCK_M / Config::CLUSTER_N) {
-        load_box<Config>(dst, &args.tensor_map_a[0], barrier, k, row, peers, policy);
-        return;
+// The box of A that has the fewest rows, but `num_rows` at least: whole, or a power of two. What it
+// brings beyond belongs to others and is not used.
+template <int WHOLE>
+struct PartBox {
+    uint32_t map_idx = 0, rows = WHOLE;
+
+    DEVICE explicit PartBox(uint32_t num_rows) {
+        constexpr uint32_t LARGEST = WHOLE > 128 ? 128 : WHOLE > 64 ? 64 : WHOLE > 32 ? 32 : 16;
+#pragma unroll
+        for (uint32_t i = 0; i < 3; ++i)
+            if (num_rows <= LARGEST >> i) map_idx = 1 + i, rows = LARGEST >> i;
+        if (num_rows == 0) rows = 0;
     }
-    uint32_t done = 0;
-    auto load_parts = [&](uint32_t map_idx, uint32_t part_rows) {
-        for (; done + part_rows <= num_rows; done += part_rows)
-            load_box<Config>(dst + done * BLOCK_K, &args.tensor_map_a[map_idx], barrier, k,
-                             row + done, peers, policy);
-    };
-    load_parts(1, 64);
-    load_parts(2, 16);
-    load_parts(3, 8);
-}
+};
 
 // Producer, first warp: keeps the ring of stages filled with A, B and the scales of A.
 // NOTES: the whole warp walks and one lane issues, so that addresses stay in uniform registers: in
@@ -57,16 +53,23 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
     const uint32_t smem_a = shared_address(storage.a) + rank.n * A_ROWS * BLOCK_K;
     const uint32_t smem_b = shared_address(storage.b) + rank.m * B_ROWS * BLOCK_K;
     const uint32_t smem_sfa = shared_address(storage.sfa);
-    const uint64_t policy_a = create_policy(false), policy_b = create_policy(args.is_b_read_once);
+    const uint64_t policy_b = args.is_b_read_once ? EVICT_FIRST : EVICT_NORMAL;
 
     for (Tile tile; tiles.next(tile);) {
         const uint32_t m_a = tile.m + rank.n * A_ROWS, n_b = tile.n + rank.m * B_ROWS;
         const uint32_t rows_n = rows_inside(tile.n, Config::BLOCK_N, args.shape_n);
         const uint32_t rows_b = rows_inside(n_b, B_ROWS, args.shape_n);
         const TensorMap* map_b = &args.tensor_map_b[rows_b != B_ROWS];
-        // What is loaded of A: dense exactly the rows that there are, else whole groups of eight.
-        const uint32_t rows_m = Config::IS_GROUPED ? (tile.rows + 7) / 8 * 8 : tile.rows;
-        const uint32_t rows_a = rows_inside(rank.n * A_ROWS, A_ROWS, rows_m);
+        const uint32_t rows_a = rows_inside(rank.n * A_ROWS, A_ROWS, tile.rows);
+        const TensorMap* map_a = &args.tensor_map_a[rows_a != A_ROWS];
+        uint32_t rows_m = tile.rows;  // of A that arrive in this CTA
+        if constexpr (Config::IS_GROUPED) {
+            map_a = &args.tensor_map_a[PartBox<A_ROWS>(rows_a).map_idx];
+            rows_m = 0;
+#pragma unroll
+            for (int i = 0; i < Config::CLUSTER_N; ++i)
+                rows_m += PartBox<A_ROWS>(rows_inside(i * A_ROWS, A_ROWS, tile.rows)).rows;
+        }
         const uint32_t num_scales =
             Config::IS_GROUPED ? SharedStorage<Config>::SFA_ROWS : (rows_m + 3) / 4 * 4;
         const uint32_t stage_bytes =
@@ -90,16 +93,17 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
             const uint32_t dst_sfa = smem_sfa + stage * SharedStorage<Config>::SFA_STRIDE * 4;
             if (elect_one()) {
                 mbarrier_arrive_expect_tx(full, stage_bytes);
-                if constexpr (Config::IS_GROUPED) {
-                    load_rows<Config>(args, dst_a, full, k, m_a, rows_a, peers_along_n, policy_a);
-                } else if (rows_a > 0) {  // parts of a unit may lie outside of D
-                    const TensorMap* map_a = &args.tensor_map_a[rows_a != A_ROWS];
-                    load_box<Config>(dst_a, map_a, full, k, m_a, peers_along_n, policy_a);
+                // Parts of a unit may lie outside of D; without a cluster, a unit is a tile.
+                constexpr bool IS_WHOLE = SharedStorage<Config>::CLUSTER == 1;
+                if (IS_WHOLE || rows_a > 0)
+                    load_box<Config>(dst_a, map_a, full, k, m_a, peers_along_n);
+                if constexpr (Config::IS_GROUPED && IS_WHOLE) {
+                    tma_load_2d(dst_b, map_b, full, k, row_b, policy_b);
+                } else if (IS_WHOLE || rows_b > 0) {
+                    load_box<Config>(dst_b, map_b, full, k, row_b, peers_along_m);
                 }
-                if (rows_b > 0)
-                    load_box<Config>(dst_b, map_b, full, k, row_b, peers_along_m, policy_b);
-                if (rows_m > 0)
-                    tma_load_2d(dst_sfa, map_sfa, full, sf_column, tile.sf_row + k_block, policy_a);
+                if (IS_WHOLE || rows_m > 0)
+                    tma_load_2d(dst_sfa, map_sfa, full, sf_column, tile.sf_row + k_block);
             }
             __syncwarp();
             pipeline.advance();
@@ -109,30 +113,38 @@ DEVICE void load_tiles(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& st
 }
 
 // Producer, second warp: adds the scales of B to each stage. They are too few and too unaligned for
-// TMA; asynchronous copies of single words never make the warp wait for memory.
+// TMA. Lane i holds those of every 32nd k-block, so that one coalesced load serves 32 stages.
 template <class Config, class Tiles>
 DEVICE void load_weight_scales(const fp8_gemm_1d2d_args& args, SharedStorage<Config>& storage,
                                Tiles tiles) {
     constexpr int COUNT = SharedStorage<Config>::NUM_SFB;
     const uint32_t lane_idx = threadIdx.x % 32, last_row = (args.shape_n - 1) / 128;
     Pipeline<Config::NUM_STAGES> pipeline(storage.full_barriers, storage.empty_barriers);
-    const uint32_t smem_sfb = shared_address(storage.sfb) + lane_idx * 4;
 
     for (Tile tile; tiles.next(tile);) {
-        // Lane i copies scale i; of columns past the last row, which do not exist, any scale.
-        const uint32_t row = min(tile.n / 128 + lane_idx, last_row);
-        const float* sfb = args.sfb + int64_t{tile.group_idx} * args.sfb_stride_group +
-                           int64_t{row} * args.sfb_stride_n;
-        for (uint32_t k_block = tile.k_block_begin; k_block < tile.k_block_end; ++k_block) {
-            pipeline.wait_empty();
-            if (lane_idx < COUNT) {
-                copy_async_4_bytes(smem_sfb + pipeline.stage_idx * 8,
-                                   sfb + int64_t{k_block} * args.sfb_stride_k);
-                mbarrier_arrive_after_copies(pipeline.full());
+        const uint32_t row = tile.n / 128;
+        const float* base = args.sfb;
+        if constexpr (Config::IS_GROUPED) base += int64_t{tile.group_idx} * args.sfb_stride_group;
+        const float* sfb[COUNT];  // of columns past the last row, which do not exist: any scale
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            sfb[i] = base + int64_t{min(row + i, last_row)} * args.sfb_stride_n;
+        for (uint32_t begin = tile.k_block_begin; begin < tile.k_block_end; begin += 32) {
+            const uint32_t count = min(32, tile.k_block_end - begin);
+            float scale[COUNT];
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+                scale[i] = sfb[i][int64_t{begin + min(lane_idx, count - 1)} * args.sfb_stride_k];
+            for (uint32_t step = 0; step < count; ++step) {
+                pipeline.wait_empty();
+                if (lane_idx == step) {
+#pragma unroll
+                    for (int i = 0; i < COUNT; ++i) storage.sfb[pipeline.stage_idx][i] = scale[i];
+                    mbarrier_arrive(pipeline.full());
+                }
+                __syncwarp();
+                pipeline.advance();
             }
-            __syncwarp();
-            pipeline.advance();
         }
     }
-    copy_async_wait_all();  // a thread does not leave before its copies have arrived
 }

@@ -2,8 +2,8 @@
 //
 // Barrier table (tests/test_barriers.py recomputes the counts)
 //   barrier           armed by                          completes after                       waited on by
-//   full[stage]       TMA thread: 1 arrive.expect_tx    1 + NUM_SFB arrivals + the bytes of   every consumer
-//                     scale warp: 1 arrive per copy     A, B and SFA (own and multicast ones)
+//   full[stage]       TMA thread: 1 arrive.expect_tx    both arrivals + the bytes of A, B     every consumer
+//                     scale warp: 1 arrive              and SFA (own and multicast ones)
 //   empty[stage]      consumers: lane r of each warp    CLUSTER * NUM_CONSUMERS * 4 arrivals  TMA thread,
 //                     arrives at CTA r of the cluster                                         scale warp
 //   queue.full[slot]  scheduler warp: 1 arrive          that arrival                          every other role
@@ -80,7 +80,7 @@ struct SharedStorage : TileQueue<Config> {
     // Called by one thread, before any other thread uses a barrier.
     DEVICE void init_barriers() {
         for (int stage = 0; stage < Config::NUM_STAGES; ++stage) {
-            mbarrier_init(shared_address(&full_barriers[stage]), 1 + NUM_SFB);
+            mbarrier_init(shared_address(&full_barriers[stage]), 2);
             mbarrier_init(shared_address(&empty_barriers[stage]), CLUSTER * NUM_CONSUMER_WARPS);
         }
         TileQueue<Config>::init_barriers();

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from dense_tools import DEFECTS, Defect, check, make_operands, with_config
 
-from deep_gemm import gemm, jit
+from deep_gemm import arguments, jit
 from deep_gemm.jit import codegen
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def test_a_defect_is_found(defect: Defect, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_store_beyond_the_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard around D notices a tensor map of D that is a few rows, or columns, too large."""
-    make_tensor_map = gemm.make_tensor_map
+    make_tensor_map = arguments.make_tensor_map
     operands = make_operands(100, 200, 256)
     for more_rows, more_columns in ((4, 0), (0, 8)):
 
@@ -40,6 +40,6 @@ def test_a_store_beyond_the_output_is_found(monkeypatch: pytest.MonkeyPatch) -> 
             return make_tensor_map(address, dtype, shape, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(gemm, "make_tensor_map", too_large)
+            patch.setattr(arguments, "make_tensor_map", too_large)
             with pytest.raises(AssertionError, match="outside of D were written"):
                 check(operands, with_config(DEFECTS[0].config))

@@ -31,11 +31,3 @@ DEVICE void st_global_b32_if(bool condition, const void* dst, uint32_t value) {
                  "l"(dst), "r"(value)
                  : "memory");
 }
-
-// PTX ISA, "Data Movement and Conversion Instructions: cp.async": 4 bytes from global to shared memory,
-// without waiting.
-DEVICE void copy_async_4_bytes(uint32_t dst, const void* src) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
-}
-
-DEVICE void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }

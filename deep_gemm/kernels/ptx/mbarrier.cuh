@@ -23,11 +23,6 @@ DEVICE void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives once, when this thread's copies of `copy_async_4_bytes` so far have been written.
-DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Arrives on the barrier that has the same shared address in CTA `cta_rank` of the cluster.
 DEVICE void mbarrier_arrive_cluster(uint32_t barrier, uint32_t cta_rank) {
     asm volatile(

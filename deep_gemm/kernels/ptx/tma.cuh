@@ -9,19 +9,22 @@ DEVICE void prefetch_tensormap(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// PTX ISA, "Data Movement and Conversion Instructions: createpolicy": what L2 does with lines that were
-// loaded; first out, for what is read once, or as usual.
-DEVICE uint64_t create_policy(bool evict_first) {
-    uint64_t policy;
-    if (evict_first) {
-        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    } else {
-        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    }
-    return policy;
+// Box at (x, y) -> shared memory of this CTA; its bytes complete on `barrier`.
+DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, int32_t x,
+                        int32_t y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
+        "l"(map), "r"(barrier), "r"(x), "r"(y)
+        : "memory");
 }
 
-// Box at (x, y) -> shared memory of this CTA; its bytes complete on `barrier`.
+// What L2 does with lines that were loaded: as usual, or let go of them first. The constants are what
+// createpolicy.fractional.L2::evict_{normal,first}.b64 makes of the fraction 1 (tests/gpu compares).
+// NOTES: constants, since a policy from that instruction is in vector registers, from where it is
+// moved before each load (measured: 1.1 to 1.5 times as slow).
+constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000;
+
 DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, int32_t x, int32_t y,
                         uint64_t policy) {
     asm volatile(
@@ -31,14 +34,14 @@ DEVICE void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t barrier, in
         : "memory");
 }
 
-// The same, delivered to every CTA of `cta_mask` at the same shared address; the bytes complete on
-// the barrier of each.
+// Delivered to every CTA of `cta_mask` at the same shared address; the bytes complete on the barrier
+// of each.
 DEVICE void tma_load_2d_multicast(uint32_t dst, const TensorMap* map, uint32_t barrier, int32_t x,
-                                  int32_t y, uint16_t cta_mask, uint64_t policy) {
+                                  int32_t y, uint16_t cta_mask) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(dst),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(cta_mask), "l"(policy)
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(cta_mask)
         : "memory");
 }
 
