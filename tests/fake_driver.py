@@ -6,6 +6,7 @@ With it, `Line` follows a call on CPU tensors to its launch, as one on a Hopper 
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,14 @@ from cuda.bindings import driver as bindings
 from deep_gemm import arguments, driver, jit, plan, tensor_map
 from deep_gemm.arguments import KernelArgs
 from deep_gemm.config import settings
-from deep_gemm.types import Problem
+from deep_gemm.jit.codegen import KERNELS
+from deep_gemm.types import KernelConfig, Problem
 
 SUCCESS = bindings.CUresult.CUDA_SUCCESS
 ARGS_BYTES = 1280
 NUM_TENSOR_MAPS = 9
 # Places of tensor maps in the argument: the first for whole tiles, then those for parts of one.
-MAPS_A, MAPS_B, MAPS_SFA, MAP_D = range(0, 4), range(4, 6), range(6, 8), 8
+MAPS_A, MAPS_B, MAPS_SFA, MAP_D = range(4), range(4, 6), range(6, 8), 8
 
 
 @dataclass
@@ -160,6 +162,24 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(driver, "device_properties", lambda index: (132, (9, 0)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     return fake
+
+
+def stage_bytes(config: KernelConfig, rows_m: int, rows_n: int) -> int:
+    """What `load_tiles` announces for each stage of a tile, by the expressions in its source.
+
+    `rows_m`: as there, of all boxes of A that arrive.
+    """
+    text = " ".join((KERNELS / "producer.cuh").read_text().split())
+    (expression,) = re.findall(r"stage_bytes = ([^;]+);", text)
+    expression = expression.replace("static_cast<uint32_t>(sizeof(float))", "4")
+    scales = re.findall(r"num_scales = Config::IS_GROUPED \? [^?]+::(\w+) : ([^;]+);", text)
+    names = {"rows_m": rows_m, "rows_n": rows_n, "BLOCK_K": 128, "SFA_ROWS": config.block_m + 4}
+
+    def value(expression: str) -> int:
+        return int(eval(expression.replace("/", "//"), {"__builtins__": {}}, names))
+
+    names["num_scales"] = value(scales[0][not config.is_grouped])
+    return value(expression)
 
 
 class FakeCounters(arguments.UnitCounters):

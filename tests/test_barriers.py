@@ -1,319 +1,289 @@
 """The barrier table of shared_storage.cuh, recomputed: the protocol is simulated, counts as parsed.
 
-CTAs of a cluster run as generators: the thread that issues TMA, the warp that adds the weight
-scales, every consumer warp. A random scheduler takes one step of one of them at a time, or lets a
-copy land; some runs are lopsided, so that one role is far ahead of another. A stage remembers which
-k-block each of its parts belongs to, so that whoever reads a part too early, or refills it too
-early, is caught, and so is a run in which nobody can go on.
+`barrier_tools.py` has the simulation. Whatever is wrong with a count, or with the order of steps,
+has to show itself there.
 """
+
+from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import pytest
+from barrier_tools import (
+    LEAD,
+    NUM_TILE_SLOTS,
+    Cluster,
+    Counts,
+    Defects,
+    ProtocolError,
+    Tile,
+    arrival_counts,
+    source,
+    tiles_ahead,
+)
 from dense_tools import CONFIGS, config_id
+from grouped_tools import GROUPED_CONFIGS
 
 from deep_gemm.jit.codegen import KERNELS
+from deep_gemm.types import KernelConfig
 
 SEEDS = range(12)
 MANY_SEEDS = range(150)  # at most: until a defect shows itself
 
 
-class ProtocolError(AssertionError):
-    pass
+def simulate(
+    config: KernelConfig, steps: int | None = None, seeds: Iterable[int] = SEEDS, **defects: int
+) -> None:
+    """A dense kernel, all of its tiles as one of many k-blocks; raises ProtocolError.
 
-
-def arrival_counts(config):
-    """(full, empty) as `init_barriers` sets them, for `config`."""
-    text = (KERNELS / "shared_storage.cuh").read_text()
-    names = {
-        "CLUSTER": config.cluster_m * config.cluster_n,
-        "NUM_CONSUMER_WARPS": config.num_consumers * 4,
-    }
-    counts = [
-        re.search(rf"mbarrier_init\(shared_address\(&{name}_barriers\[stage\]\), ([^)]+)\);", text)
-        for name in ("full", "empty")
-    ]
-    return tuple(eval(count[1], {"__builtins__": {}}, names) for count in counts)
-
-
-@dataclass
-class Barrier:
-    """An mbarrier: a phase ends when all arrivals and all announced bytes are in."""
-
-    arrivals: int
-    phase: int = 0
-    missing: int = 0
-    pending_bytes: int = 0
-
-    def __post_init__(self):
-        self.missing = self.arrivals
-
-    def arrive(self, expected_bytes=0):
-        if self.missing == 0:
-            raise ProtocolError("more arrivals than a phase can take")
-        self.pending_bytes += expected_bytes
-        self.missing -= 1
-        self._end_phase()
-
-    def complete(self, num_bytes):
-        self.pending_bytes -= num_bytes
-        self._end_phase()
-
-    def _end_phase(self):
-        if self.missing == 0 and self.pending_bytes == 0:
-            self.phase += 1
-            self.missing = self.arrivals
-
-    def is_over(self, parity):
-        return self.phase % 2 != parity
-
-
-class Ring:
-    """`Pipeline` of pipeline.cuh."""
-
-    def __init__(self, cta, num_stages):
-        self.cta, self.num_stages = cta, num_stages
-        self.stage_idx = self.phase = 0
-
-    def is_full(self):
-        return self.cta.full[self.stage_idx].is_over(self.phase)
-
-    def is_empty(self):
-        return self.cta.empty[self.stage_idx].is_over(self.phase ^ 1)
-
-    def advance(self):
-        self.stage_idx = (self.stage_idx + 1) % self.num_stages
-        self.phase ^= self.stage_idx == 0
-
-
-class Cta:
-    def __init__(self, rank_m, rank_n, num_stages, full, empty):
-        self.rank_m, self.rank_n = rank_m, rank_n
-        self.full = [Barrier(full) for _ in range(num_stages)]
-        self.empty = [Barrier(empty) for _ in range(num_stages)]
-        self.stages = [{} for _ in range(num_stages)]  # part -> k-block that it belongs to
-        self.has_left = False
-
-
-class Cluster:
-    def __init__(self, config, full, empty, steps, seed, release_early=False, leave_early=False):
-        self.config, self.steps, self.rng = config, steps, random.Random(seed)
-        self.release_early = release_early
-        ranks = [(m, n) for n in range(config.cluster_n) for m in range(config.cluster_m)]
-        self.ctas = [Cta(m, n, config.num_stages, full, empty) for m, n in ranks]
-        self.copies = []  # under way: (target, stage, part, k-block)
-        self.parts = [("a", i) for i in range(config.cluster_n)]
-        self.parts += [("b", i) for i in range(config.cluster_m)]
-        self.parts += [("sfa", 0)]
-        # The kernel's warpgroups hold several k-blocks only in `accumulate_groups`.
-        waves = config.block_m // 64 // config.num_consumers
-        self.group = config.num_partials if waves == 1 else 1
-        self.agents = {}
-        for index, cta in enumerate(self.ctas):
-            roles = [self.tma_thread(cta), self.scale_warp(cta)]
-            roles += [self.consumer_warp(cta) for _ in range(config.num_consumers * 4)]
-            if leave_early:
-                self.agents.update({(index, i): role for i, role in enumerate(roles)})
-                continue
-            self.agents.update({(index, i): self.stay(role) for i, role in enumerate(roles)})
-        self.at_end = 0
-        self.num_agents = len(self.agents)
-
-    def stay(self, role):
-        """The barrier of the cluster at the kernel's end: no CTA leaves before all are done."""
-        yield from role
-        self.at_end += 1
-        while self.at_end < self.num_agents:
-            yield False
-
-    # Roles. `yield True`: a step is done that others may have waited for. `yield False`: waiting.
-
-    def wait(self, condition):
-        while not condition():
-            yield False
-        yield True
-
-    def tma_thread(self, cta):
-        ring = Ring(cta, self.config.num_stages)
-        along_n = [other for other in self.ctas if other.rank_m == cta.rank_m]  # they share A
-        along_m = [other for other in self.ctas if other.rank_n == cta.rank_n]  # they share B
-        for k_block in range(self.steps):
-            yield from self.wait(ring.is_empty)
-            cta.full[ring.stage_idx].arrive(expected_bytes=len(self.parts))
-            yield True
-            for targets, part in (
-                (along_n, ("a", cta.rank_n)),
-                (along_m, ("b", cta.rank_m)),
-                ([cta], ("sfa", 0)),
-            ):
-                self.copies += [(target, ring.stage_idx, part, k_block) for target in targets]
-                yield True
-            ring.advance()
-
-    def scale_warp(self, cta):
-        ring = Ring(cta, self.config.num_stages)
-        for k_block in range(self.steps):
-            yield from self.wait(ring.is_empty)
-            cta.stages[ring.stage_idx]["sfb"] = k_block
-            yield True
-            cta.full[ring.stage_idx].arrive()
-            yield True
-            ring.advance()
-
-    def consumer_warp(self, cta):
-        ring = Ring(cta, self.config.num_stages)
-        k_block = 0
-        while k_block < self.steps:
-            count = self.group if k_block + self.group <= self.steps else 1
-            held = []
-            for i in range(count):
-                yield from self.wait(ring.is_full)
-                held.append((ring.stage_idx, k_block + i))
-                self.read(cta, *held[-1])
-                ring.advance()
-            for stage_idx, block in held:
-                if not self.release_early:
-                    yield True  # the tensor core may read until here
-                    self.read(cta, stage_idx, block)
-                for other in self.ctas:
-                    if other.has_left:
-                        raise ProtocolError("an arrival at a CTA that has left")
-                    other.empty[stage_idx].arrive()
-                    yield True
-                if self.release_early:
-                    self.read(cta, stage_idx, block)
-            k_block += count
-
-    def read(self, cta, stage_idx, k_block):
-        stage = cta.stages[stage_idx]
-        for part in [*self.parts, "sfb"]:
-            if stage.get(part) != k_block:
-                raise ProtocolError(
-                    f"k-block {k_block} expected, {part} is of {stage.get(part)}: "
-                    f"read before it was full, or refilled before it was empty"
-                )
-
-    def run(self):
-        speeds = {name: self.rng.choice([0.02, 1, 1, 20]) for name in self.agents}
-        copy_speed = self.rng.choice([0.1, 1, 10])
-        waiting = set()
-        while self.agents:
-            ready = [name for name in self.agents if name not in waiting]
-            weights = [speeds[name] for name in ready]
-            if self.copies:
-                ready.append(None)
-                weights.append(copy_speed)
-            if not ready:
-                raise ProtocolError(f"deadlock: {sorted(self.agents)} wait")
-            name = self.rng.choices(ready, weights)[0]
-            if name is None:
-                self.land(self.copies.pop(self.rng.randrange(len(self.copies))))
-                waiting.clear()
-                continue
-            try:
-                has_moved = next(self.agents[name])
-            except StopIteration:
-                del self.agents[name]
-                if all(other[0] != name[0] for other in self.agents):
-                    self.ctas[name[0]].has_left = True
-                has_moved = True
-            if has_moved:
-                waiting.clear()  # whoever waited may go on
-            else:
-                waiting.add(name)
-
-    def land(self, copy):
-        target, stage_idx, part, k_block = copy
-        if target.has_left:
-            raise ProtocolError("a copy into a CTA that has left")
-        target.stages[stage_idx][part] = k_block
-        target.full[stage_idx].complete(1)
-
-
-def simulate(config, full=0, empty=0, steps=None, seeds=SEEDS, **defects):
-    """Run with the counts of the source, plus `full` and `empty`; raises ProtocolError."""
-    counts = arrival_counts(config)
+    `full`, `empty`: added to the counts of the source; other defects by name.
+    """
+    counts = {name: defects.pop(name, 0) for name in ("full", "empty")}
     for seed in seeds:
-        steps_of_seed = steps or 2 * config.num_stages + 1 + seed % 3
-        Cluster(config, counts[0] + full, counts[1] + empty, steps_of_seed, seed, **defects).run()
+        k_blocks = steps or 2 * config.num_stages + 1 + seed % 3
+        defect = Defects(counts, **{name: bool(value) for name, value in defects.items()})
+        Cluster(config, [Tile(k_blocks)], seed, defect, -1).run()
 
 
-def pick(*keys):
+def pick(all_configs: list[KernelConfig], *keys: tuple[int, ...]) -> list[KernelConfig]:
     """Configs by (block_m, block_n, cluster_m, cluster_n, num_stages)."""
-    by_key = {(c.block_m, c.block_n, c.cluster_m, c.cluster_n, c.num_stages): c for c in CONFIGS}
+    by_key = {
+        (c.block_m, c.block_n, c.cluster_m, c.cluster_n, c.num_stages): c for c in all_configs
+    }
     return [by_key[key] for key in keys]
 
 
 # Small pipelines, since defects show soonest there; a group of k-blocks; both kinds of cluster.
-FEW = pick((64, 128, 1, 1, 2), (128, 128, 1, 1, 5), (192, 128, 2, 1, 4), (192, 128, 1, 2, 4))
+FEW = pick(
+    CONFIGS, (64, 128, 1, 1, 2), (128, 128, 1, 1, 5), (192, 128, 2, 1, 4), (192, 128, 1, 2, 4)
+)
 few = pytest.mark.parametrize("config", FEW, ids=config_id)
 clusters = pytest.mark.parametrize("config", FEW[2:], ids=config_id)
 
 
-def test_counts_are_those_of_the_table():
+def test_counts_are_those_of_the_table() -> None:
     text = (KERNELS / "shared_storage.cuh").read_text()
-    for config in CONFIGS:
-        arrive_counts = 2, config.cluster_size * config.num_consumers * 4
-        assert arrival_counts(config) == arrive_counts
+    for config in [*CONFIGS, *GROUPED_CONFIGS]:
+        warps = config.num_consumers * 4
+        assert arrival_counts(config) == Counts(2, config.cluster_size * warps, 1, warps + 2, 1)
     assert "CLUSTER * NUM_CONSUMERS * 4 arrivals" in text
+    assert "NUM_CONSUMER_WARPS + 2 arrivals" in text
     assert "1 arrive.expect_tx" in text and "1 arrive " in text
 
 
-def test_the_kernel_arrives_as_often_as_the_simulation():
+def test_the_kernel_arrives_as_often_as_the_simulation() -> None:
     """One expect_tx and one plain arrival a stage, and one for each warp and CTA at release."""
-    text = (KERNELS / "fp8_gemm_1d2d.cuh").read_text()
-    assert len(re.findall(r"\bmbarrier_arrive_expect_tx\(full, stage_bytes\)", text)) == 1
-    assert len(re.findall(r"\bmbarrier_arrive\(pipeline\.full\(\)\)", text)) == 1
-    assert len(re.findall(r"if \(lane_idx == 0\) mbarrier_arrive\(empty\)", text)) == 1
-    pattern = r"if \(lane_idx < CLUSTER\) mbarrier_arrive_cluster\(empty, lane_idx\)"
-    assert len(re.findall(pattern, text)) == 1
-    assert len(re.findall(r"\bmbarrier_(?:arrive|expect)\w*\(", text)) == 4
-    assert len(re.findall(r"\brelease\(stage", text)) == 2, "one for each way to accumulate"
+    producer, consumer = source("producer.cuh"), source("consumer.cuh")
+    arrivals = re.compile(r"\bmbarrier_(?:arrive|expect)\w*\([^;]*;")
+    assert arrivals.findall(producer) == [
+        "mbarrier_arrive_expect_tx(full, stage_bytes);",
+        "mbarrier_arrive(pipeline.full());",
+    ]
+    assert arrivals.findall(consumer) == [
+        "mbarrier_arrive(empty);",
+        "mbarrier_arrive_cluster(empty, lane_idx);",
+    ]
+    assert "if (lane_idx == step) {" in producer, "one lane of the scale warp"
+    assert "if (lane_idx == 0) mbarrier_arrive(empty);" in consumer
+    assert "if (lane_idx < CLUSTER) mbarrier_arrive_cluster(empty, lane_idx);" in consumer
+    assert len(re.findall(r"\brelease\(stage", consumer)) == 3, "two ways to accumulate, and skip"
+    for name in ("fp8_gemm_1d2d.cuh", "epilogue.cuh", "scheduler.cuh", "grouped_scheduler.cuh"):
+        assert "mbarrier_" not in source(name)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
-def test_no_deadlock_and_no_early_refill(config):
+def test_no_deadlock_and_no_early_refill(config: KernelConfig) -> None:
     simulate(config, seeds=SEEDS if config.cluster_size == 1 else range(4))
 
 
 @few
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_fewer_k_blocks_than_stages(config, steps):
-    simulate(config, steps=steps)
+def test_fewer_k_blocks_than_stages(config: KernelConfig, steps: int) -> None:
+    simulate(config, steps)
 
 
 @few
 @pytest.mark.parametrize("full, empty", [(1, 0), (-1, 0), (0, 1), (0, -1)])
-def test_a_wrong_count_is_noticed(config, full, empty):
+def test_a_wrong_count_is_noticed(config: KernelConfig, full: int, empty: int) -> None:
     with pytest.raises(ProtocolError):
-        simulate(config, full, empty, seeds=MANY_SEEDS)
+        simulate(config, seeds=MANY_SEEDS, full=full, empty=empty)
 
 
 @few
-def test_a_release_before_the_last_read_is_noticed(config):
+def test_a_release_before_the_last_read_is_noticed(config: KernelConfig) -> None:
     with pytest.raises(ProtocolError, match="refilled before it was empty"):
         simulate(config, seeds=MANY_SEEDS, release_early=True)
 
 
 @clusters
-def test_arrivals_of_one_cta_only_are_noticed(config):
+def test_arrivals_of_one_cta_only_are_noticed(config: KernelConfig) -> None:
     """With the count of a single CTA, a peer's multicast would write into stages in use."""
     with pytest.raises(ProtocolError):
-        simulate(config, empty=-config.num_consumers * 4, seeds=MANY_SEEDS)
+        simulate(config, seeds=MANY_SEEDS, empty=-config.num_consumers * 4)
 
 
 @clusters
-def test_leaving_without_the_last_cluster_barrier_is_noticed(config):
+def test_leaving_without_the_last_cluster_barrier_is_noticed(config: KernelConfig) -> None:
     with pytest.raises(ProtocolError, match="has left"):
         simulate(config, seeds=MANY_SEEDS, leave_early=True)
 
 
-def test_more_stages_held_than_there_are_is_a_deadlock():
+def test_more_stages_held_than_there_are_is_a_deadlock() -> None:
     """What the kernel's static_assert on NUM_PARTIALS is for."""
-    (config,) = pick((64, 128, 1, 1, 2))
+    cluster = Cluster(FEW[0], [Tile(6)], 0, Defects(), -1)
+    cluster.group = 3
     with pytest.raises(ProtocolError, match="deadlock"):
-        cluster = Cluster(config, *arrival_counts(config), steps=6, seed=0)
-        cluster.group = 3
         cluster.run()
+
+
+# Grouped kernels: tiles come through a queue
+
+
+def random_tiles(rng: random.Random, config: KernelConfig, k_blocks: int) -> list[Tile]:
+    """Tiles of one launch, more than the queue has slots; those without a valid row sum nothing."""
+    tiles = []
+    for _ in range(rng.choice([1, NUM_TILE_SLOTS, 2 * NUM_TILE_SLOTS + 3])):
+        rows = rng.randint(0, config.block_m)
+        share, part = config.block_m // config.cluster_n, config.block_m // config.num_consumers
+        tiles.append(
+            Tile(
+                k_blocks=k_blocks if rows else 0,
+                shares=-(-rows // share),
+                columns=rng.randint(1, config.cluster_n),
+                warpgroups=-(-rows // part),
+            )
+        )
+    return tiles
+
+
+def simulate_grouped(
+    config: KernelConfig,
+    k_blocks: Iterable[int] = (1, LEAD, 7),
+    seeds: Iterable[int] = range(3),
+    tiles: list[Tile] | None = None,
+    defects: Defects | None = None,
+) -> None:
+    for seed in seeds:
+        for count in k_blocks:
+            of_launch = tiles or random_tiles(random.Random(seed), config, count)
+            Cluster(config, of_launch, seed, defects or Defects(), tiles_ahead(count)).run()
+
+
+GROUPED = pick(
+    GROUPED_CONFIGS,
+    (64, 64, 1, 1, 12), (64, 128, 1, 2, 2), (128, 128, 1, 1, 5), (192, 128, 1, 1, 2),
+    (192, 128, 1, 2, 4),
+)  # fmt: skip
+grouped = pytest.mark.parametrize("config", GROUPED, ids=config_id)
+grouped_clusters = pytest.mark.parametrize("config", [GROUPED[1], GROUPED[4]], ids=config_id)
+
+
+def assert_noticed(
+    config: KernelConfig, defects: Defects, match: str | None = None, **more: object
+) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        simulate_grouped(config, seeds=MANY_SEEDS, defects=defects, **more)  # type: ignore[arg-type]
+
+
+def test_the_queue_is_used_as_in_the_simulation() -> None:
+    queue, producer = source("tile_queue.cuh"), source("producer.cuh")
+    assert re.findall(r"\bmbarrier_arrive\w*\([^;]*;", queue) == [
+        "mbarrier_arrive(slots.full());",
+        "mbarrier_arrive(shared_address(&queue.wanted_barriers[slot_idx]));",
+        "mbarrier_arrive(slots.empty_barriers + slot_idx * 8);",
+    ]
+    for line in (
+        "slots.wait_empty(); if (tiles_ahead > 0) { --tiles_ahead; } else { wanted.wait_full(); "
+        "wanted.advance(); }",
+        "Pipeline<NUM_TILE_SLOTS> wanted(queue.wanted_barriers, queue.wanted_barriers);",
+        "} __syncwarp(); slots.advance(); } while (is_tile);",
+        "slots.wait_full(); slot_idx = slots.stage_idx; slots.advance();",
+    ):
+        assert line in queue, "the scheduler warp waits, fills a slot and moves on"
+    for line in (
+        "uint32_t want_at = tile.k_block_begin;",
+        "if (tile.k_block_end > LEAD) want_at = tile.k_block_end - LEAD;",
+        "if (tile.k_block_begin == tile.k_block_end) tiles.want_next();",
+        "if (k_block == want_at) tiles.want_next(); pipeline.wait_empty();",
+    ):
+        assert line in producer, "the TMA warp wants a tile, once for each that it gets"
+    assert producer.count("want_next") == 2
+    skip = "const Stage stage = acquire(); __syncwarp(); release(stage);"
+    assert skip in source("consumer.cuh")
+    warps = re.findall(r"if \(warp_idx == (\d)\) (\w+)<Config>", source("fp8_gemm_1d2d.cuh"))
+    roles = [("0", "load_tiles"), ("1", "load_weight_scales"), ("2", "schedule_tiles")]
+    assert warps == roles, "two of them are readers beside the consumers"
+
+
+def test_some_tiles_are_ahead_where_k_is_short() -> None:
+    """So that the loads that are under way cover LEAD k-blocks; not more than there are slots."""
+    assert tiles_ahead(LEAD + 1) == tiles_ahead(100) == 1
+    for k_blocks in range(1, LEAD + 1):
+        assert tiles_ahead(k_blocks) * k_blocks >= LEAD + k_blocks
+        assert 1 < tiles_ahead(k_blocks) < NUM_TILE_SLOTS
+        assert (tiles_ahead(k_blocks) - 1) * k_blocks < LEAD + k_blocks
+
+
+@pytest.mark.parametrize("config", GROUPED_CONFIGS, ids=config_id)
+def test_grouped_no_deadlock_and_no_early_refill(config: KernelConfig) -> None:
+    simulate_grouped(config)
+
+
+@grouped
+@pytest.mark.parametrize("k_blocks", [1, 2, LEAD, LEAD + 1])
+def test_short_sums(config: KernelConfig, k_blocks: int) -> None:
+    simulate_grouped(config, [k_blocks], range(4))
+
+
+@grouped
+@pytest.mark.parametrize("num_tiles", [0, 1, NUM_TILE_SLOTS - 1, 3 * NUM_TILE_SLOTS])
+def test_tiles_without_a_valid_row(config: KernelConfig, num_tiles: int) -> None:
+    """Padding may be all that a launch has to write."""
+    empty = [Tile(0, 0, 1, 0)] * num_tiles
+    simulate_grouped(config, [5], tiles=[*empty, Tile(5), *empty], seeds=range(2))
+    for seed in range(4):
+        Cluster(config, empty, seed, Defects(), tiles_ahead(5)).run()
+
+
+@grouped
+@pytest.mark.parametrize("name", ["full", "empty", "queue_full", "queue_empty", "queue_wanted"])
+@pytest.mark.parametrize("change", [1, -1])
+def test_a_wrong_count_of_a_grouped_kernel_is_noticed(
+    config: KernelConfig, name: str, change: int
+) -> None:
+    assert_noticed(config, Defects({name: change}))
+
+
+@grouped
+@pytest.mark.parametrize(
+    "defect, match",
+    [
+        ("release_early", "refilled before it was empty"),
+        ("release_slot_early", "slot holds"),
+        ("no_want_of_empty_tiles", "deadlock"),
+        ("want_twice", None),
+        ("no_end_marker", "deadlock"),
+        ("nothing_ahead", "deadlock"),
+    ],
+)
+def test_a_defect_of_a_grouped_kernel_is_noticed(
+    config: KernelConfig, defect: str, match: str | None
+) -> None:
+    assert_noticed(config, Defects(**{defect: True}), match)
+
+
+@pytest.mark.parametrize("config", GROUPED[2:], ids=config_id)
+def test_warpgroups_without_rows_have_to_take_part(config: KernelConfig) -> None:
+    tiles = [Tile(9, 1, 1, 1)] * 4
+    assert_noticed(config, Defects(skip_without_waiting=True), tiles=tiles)
+    assert_noticed(config, Defects(skip_without_release=True), "deadlock", tiles=tiles)
+
+
+@grouped_clusters
+def test_defects_of_a_cluster_of_a_grouped_kernel_are_noticed(config: KernelConfig) -> None:
+    assert_noticed(config, Defects(leave_early=True), "has left")
+    assert_noticed(config, Defects({"empty": -config.num_consumers * 4}))
+    tiles = [Tile(3), Tile(0, 0, 1, 0), Tile(3)]
+    assert_noticed(config, Defects(peer_has_other_tiles=True), tiles=tiles)

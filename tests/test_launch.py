@@ -7,16 +7,27 @@ import threading
 import pytest
 import torch
 from dense_tools import CONFIGS, config_id, make_operands
-from fake_driver import ARGS_BYTES, SUCCESS, FakeKernel, bindings, install
+from fake_driver import (
+    ARGS_BYTES,
+    MAP_D,
+    MAPS_A,
+    MAPS_B,
+    MAPS_SFA,
+    NUM_TENSOR_MAPS,
+    SUCCESS,
+    FakeKernel,
+    bindings,
+    install,
+    stage_bytes,
+)
 
 from deep_gemm import checks, driver, launch, plan
-from deep_gemm.gemm import _Args, _make_args
+from deep_gemm.arguments import KernelArgs, Operands, make_template
 from deep_gemm.jit.codegen import KERNELS
 from deep_gemm.tensor_map import make_tensor_map
 from deep_gemm.types import LaunchConfig
 
-KERNEL = (KERNELS / "fp8_gemm_1d2d.cuh").read_text()
-SIZES_OF_TYPES = {"TensorMap": (128, 128), "const float*": (8, 8), "uint32_t": (4, 4)}
+SIZES_OF_TYPES = {"TensorMap": (128, 128), "uint32_t": (4, 4)}  # and pointers: (8, 8)
 
 # m and n with tails of one, of a wave, of almost a tile; tiles inside, at and beyond the edge
 SIZES = [(1, 8), (3, 24), (64, 128), (97, 136), (193, 392), (255, 520), (4097, 2112)]
@@ -29,7 +40,7 @@ def fake(monkeypatch):
 
 def make_launch(fake, kernel=None, device=0, **changes):
     values = {"grid": 6, "threads": 384, "smem_bytes": 200_000} | changes
-    args = _Args(bytes(range(128)) * 7, sfb=0x1234, shape_m=5)
+    args = KernelArgs.from_buffer_copy(bytes(range(128)) * (ARGS_BYTES // 128))
     return launch.Launch(kernel or FakeKernel(), LaunchConfig(**values), args, device), args
 
 
@@ -76,10 +87,10 @@ def test_the_argument_outlives_the_caller(fake):
     run, args = make_launch(fake)
     expected = bytes(args)
     del args
-    other = run.with_args(_Args(bytes(896), shape_m=99))
+    other = run.with_args(KernelArgs(shape_m=99))
     run(), other()
     assert fake.launched[0].args == expected
-    assert fake.launched[1].args == bytes(_Args(bytes(896), shape_m=99))
+    assert fake.launched[1].args == bytes(KernelArgs(shape_m=99))
 
 
 def test_the_context_of_the_device_is_made_current_and_given_back(fake):
@@ -126,49 +137,74 @@ def test_a_missing_driver_is_named(monkeypatch):
 # The argument
 
 
-def struct_members():
-    """(name, offset, size) of the members of `fp8_gemm_1d2d_args`, then (None, size, alignment)."""
-    body = re.search(r"struct fp8_gemm_1d2d_args \{(.*?)\n\};", KERNEL, re.DOTALL)[1]
+def struct_members(file, struct):
+    """(name, offset, size) of the members of a struct, then (None, size, alignment)."""
+    body = re.search(rf"struct {struct} \{{(.*?)\n\}};", (KERNELS / file).read_text(), re.DOTALL)[1]
     body = re.sub(r"//.*", "", body)
-    offset = 0
+    offset = largest = 0
     members = []
     for declaration in filter(None, (" ".join(part.split()) for part in body.split(";"))):
         kind, name, count = re.fullmatch(r"(.*?)[ ](\w+)(?:\[(\d+)\])?", declaration).groups()
-        size, alignment = SIZES_OF_TYPES[kind]
+        if kind == "GroupedRows":
+            size, alignment = struct_members("grouped_scheduler.cuh", kind)[-1][1:]
+        else:
+            size, alignment = (8, 8) if kind.endswith("*") else SIZES_OF_TYPES[kind]
         offset = -(-offset // alignment) * alignment
         members.append((name, offset, size * int(count or 1)))
         offset = members[-1][1] + members[-1][2]
-    alignment = max(alignment for _, alignment in SIZES_OF_TYPES.values())
-    return [*members, (None, -(-offset // alignment) * alignment, alignment)]
+        largest = max(largest, alignment)
+    return [*members, (None, -(-offset // largest) * largest, largest)]
 
 
-def test_the_argument_is_laid_out_as_the_kernel_reads_it():
-    *members, (_, size, _) = struct_members()
-    assert ctypes.sizeof(_Args) == size == ARGS_BYTES
-    maps = [member for member in members if member[0].startswith("tensor_map_")]
-    scalars = [member for member in members if member not in maps]
-    assert [member[0] for member in maps] == [f"tensor_map_{x}" for x in ("a", "b", "sfa", "d")]
-    assert _Args._tensor_maps.offset == 0
-    assert _Args._tensor_maps.size == sum(size for _, _, size in maps) == 7 * 128
-    fields = [name for name, _ in _Args._fields_ if not name.startswith("_")]
-    assert fields == [name for name, _, _ in scalars]
-    for name, offset, member_size in scalars:
-        field = getattr(_Args, name)
+def assert_same_layout(structure, members):
+    fields = [name for name, *_ in structure._fields_ if not name.startswith("_")]
+    assert fields == [name for name, _, _ in members]
+    for name, offset, member_size in members:
+        field = getattr(structure, name)
         assert (field.offset, field.size) == (offset, member_size), name
 
 
-def arguments(fake, m, n, k, config):
-    """(operands, D, the argument as bytes, its tensor maps) of one launch."""
-    operands = make_operands(m, n, k, device="cpu")
-    d = torch.empty(m, n + 8, dtype=torch.bfloat16)[:, :n]
+def test_the_argument_is_laid_out_as_the_kernel_reads_it():
+    *members, (_, size, _) = struct_members("arguments.cuh", "fp8_gemm_1d2d_args")
+    assert ctypes.sizeof(KernelArgs) == size == ARGS_BYTES
+    maps = [member for member in members if member[0].startswith("tensor_map_")]
+    places = {
+        name: range(offset // 128, (offset + size) // 128) if size > 128 else offset // 128
+        for name, offset, size in maps
+    }
+    assert places == {
+        "tensor_map_a": MAPS_A,
+        "tensor_map_b": MAPS_B,
+        "tensor_map_sfa": MAPS_SFA,
+        "tensor_map_d": MAP_D,
+    }
+    assert KernelArgs._tensor_maps.offset == 0
+    assert KernelArgs._tensor_maps.size == sum(size for _, _, size in maps)
+    assert KernelArgs._tensor_maps.size == NUM_TENSOR_MAPS * 128
+    assert_same_layout(KernelArgs, [member for member in members if member not in maps])
+
+
+def test_the_rows_of_groups_are_laid_out_as_the_kernel_reads_them():
+    *members, (_, size, _) = struct_members("grouped_scheduler.cuh", "GroupedRows")
+    structure = dict(KernelArgs._fields_)["rows"]
+    assert ctypes.sizeof(structure) == size
+    assert_same_layout(structure, members)
+
+
+def make_dense_launch(operands, d, config):
     problem = checks.check_dense(*operands, d)
     gemm_plan = plan.make_plan(problem, 132, config=config)
-    args, addresses = _make_args(problem, gemm_plan, *operands, d)
-    run = launch.Launch(FakeKernel(), gemm_plan.launch, args, 0)
-    run()
-    maps = fake.maps_of(fake.launched[-1])
-    assert tuple(each.address for each in maps) == addresses
-    return operands, d, args, maps
+    tensors = Operands(*operands.a, *operands.b, d)
+    return make_template(FakeKernel(), problem, gemm_plan, tensors, 0).at(tensors)
+
+
+def arguments(fake, m, n, k, config):
+    """(operands, D, the argument, its tensor maps) of one launch."""
+    operands = make_operands(m, n, k, device="cpu")
+    d = torch.empty(m, n + 8, dtype=torch.bfloat16)[:, :n]
+    make_dense_launch(operands, d, config)()
+    launched = fake.launched[-1]
+    return operands, d, KernelArgs.from_buffer_copy(launched.args), fake.maps_of(launched)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
@@ -178,9 +214,10 @@ def test_tensor_maps(fake, config):
         k = 1040
         (a, b), d, args, maps = arguments(fake, m, n, k, config)
         (a, sfa), (b, sfb) = a, b
-        for edge, full, rows, size, data in (
-            (maps[1], maps[0], a_rows, m, a),
-            (maps[3], maps[2], b_rows, n, b),
+        assert maps.keys() == {*MAPS_A[:2], *MAPS_B, *MAPS_SFA, MAP_D}
+        for (full, edge), rows, size, data in (
+            ([maps[i] for i in MAPS_A[:2]], a_rows, m, a),
+            ([maps[i] for i in MAPS_B], b_rows, n, b),
         ):
             for each in (edge, full):
                 assert (each.dtype, each.swizzle) == ("UINT8", "128B")
@@ -188,16 +225,17 @@ def test_tensor_maps(fake, config):
                 assert each.stride_bytes == (data.stride(0) if size > 1 else k)
             assert full.box == (rows, 128)
             assert edge.box == (size % rows or rows, 128)
-        for each, rows in ((maps[4], config.block_m), (maps[5], m % config.block_m)):
+        sfa_boxes = config.block_m, m % config.block_m
+        for each, rows in zip((maps[i] for i in MAPS_SFA), sfa_boxes, strict=True):
             assert (each.dtype, each.swizzle, each.shape) == ("FLOAT32", "NONE", (9, m))
             assert each.address == sfa.data_ptr() and each.stride_bytes == 4 * sfa.stride(1)
             assert each.box == (1, -(-rows // 4) * 4 or config.block_m)
-        store = maps[6]
+        store = maps[MAP_D]
         assert (store.dtype, store.swizzle) == ("BFLOAT16", f"{2 * config.slab_n}B")
         assert store.address == d.data_ptr() and store.shape == (m, n)
         assert store.stride_bytes == (2 * d.stride(0) if m > 1 else 2 * n)
         assert store.box == (16, config.slab_n)
-        for each in maps:
+        for each in maps.values():
             assert max(each.box) <= 256 and each.address % 16 == each.stride_bytes % 16 == 0
             element_bytes = {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[each.dtype]
             assert each.box[1] * element_bytes % 16 == 0
@@ -205,22 +243,23 @@ def test_tensor_maps(fake, config):
         assert args.sfb == sfb.data_ptr()
         assert (args.sfb_stride_n, args.sfb_stride_k) == sfb.stride()
         assert args.raster_m >= 1
+        assert args.is_b_read_once == (m <= config.block_m * config.cluster_m)
+        assert args.d == d.data_ptr() and args.d_stride == store.stride_bytes // 2
+        assert bytes(args.rows) == bytes(ctypes.sizeof(args.rows)), "nothing is grouped"
 
 
 def test_transposed_scales_of_b(fake):
-    config = CONFIGS[7]
     operands = make_operands(64, 520, 1040, device="cpu")
-    b = operands.b[0], operands.b[1].t().contiguous().t()
+    operands = operands._replace(b=(operands.b[0], operands.b[1].t().contiguous().t()))
     d = torch.empty(64, 520, dtype=torch.bfloat16)
-    problem = checks.check_dense(operands.a, b, d)
-    args, _ = _make_args(problem, plan.make_plan(problem, 132, config=config), operands.a, b, d)
+    make_dense_launch(operands, d, CONFIGS[7])()
+    args = KernelArgs.from_buffer_copy(fake.launched[-1].args)
     assert (args.sfb_stride_n, args.sfb_stride_k) == (1, 5)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 def test_every_stage_gets_the_bytes_that_it_waits_for(fake, config):
     """The kernel's own expression against the boxes of the maps that it picks, on every tile."""
-    expression = re.search(r"stage_bytes = ([^;]+);", KERNEL)[1].replace("/", "//")
     a_rows, b_rows = config.block_m // config.cluster_n, config.block_n // config.cluster_m
 
     def inside(first, count, total):
@@ -229,12 +268,12 @@ def test_every_stage_gets_the_bytes_that_it_waits_for(fake, config):
     for m, n in SIZES:
         *_, maps = arguments(fake, m, n, 256, config)
 
-        def box_rows(first, count, total, index, maps=maps):
+        def box_rows(first, count, total, places, maps=maps):
             """Rows of the box that is loaded there, 0 if nothing is."""
             rows = inside(first, count, total)
             if rows == 0:
                 return 0
-            box = maps[index + (rows != count)].box[0]
+            box = maps[places[rows != count]].box[0]
             assert box == rows, "a box that reaches outside is slow"
             return box
 
@@ -250,15 +289,15 @@ def test_every_stage_gets_the_bytes_that_it_waits_for(fake, config):
         for m_block, n_block in last_tiles:
             row, column = m_block * config.block_m, n_block * config.block_n
             loaded = sum(
-                box_rows(row + rank * a_rows, a_rows, m, 0) for rank in range(config.cluster_n)
+                box_rows(row + rank * a_rows, a_rows, m, MAPS_A) for rank in range(config.cluster_n)
             ) + sum(
-                box_rows(column + rank * b_rows, b_rows, n, 2) for rank in range(config.cluster_m)
+                box_rows(column + rank * b_rows, b_rows, n, MAPS_B)
+                for rank in range(config.cluster_m)
             )
             rows_m = inside(row, config.block_m, m)
             rows_n = inside(column, config.block_n, n)
-            scales = maps[4 + (rows_m != config.block_m)].box[1] if rows_m else 0
-            names = {"rows_m": rows_m, "rows_n": rows_n, "BLOCK_K": 128}
-            waited_for = eval(expression, {"__builtins__": {}}, names)
+            scales = maps[MAPS_SFA[rows_m != config.block_m]].box[1] if rows_m else 0
+            waited_for = stage_bytes(config, rows_m, rows_n)
             assert loaded * 128 + scales * 4 == waited_for, (m, n, m_block, n_block)
 
 

@@ -68,7 +68,10 @@ struct Consumer {
     }
 
     // The stage may be refilled: lane r of each warp tells CTA r, whose multicast also writes here.
+    // NOTES: one lane speaks for its warp, so the others must have read their scales before. Without
+    // the barrier they had not, once in thousands of tiles.
     DEVICE void release(const Stage& stage) const {
+        __syncwarp();
         const uint32_t empty = pipeline.empty_barriers + stage.idx * 8;
         if constexpr (CLUSTER == 1) {
             if (lane_idx == 0) mbarrier_arrive(empty);
@@ -79,11 +82,7 @@ struct Consumer {
 
     // Lets `count` stages pass that hold no row of this warpgroup.
     DEVICE void skip(uint32_t count) {
-        for (; count > 0; --count) {
-            const Stage stage = acquire();
-            __syncwarp();  // all lanes have seen it before one lets it go
-            release(stage);
-        }
+        for (; count > 0; --count) release(acquire());
     }
 
     // First level: 128 channels of one wave in the tensor core.
