@@ -153,9 +153,14 @@ def run(operands: Operands, config: KernelConfig) -> None:
         )  # fmt: skip
     else:
         grouped_gemm.run_contiguous(
-            operands.a, operands.b, operands.d, operands.grouped_layout, config,
-            use_psum_layout=operands.case.layout == "psum", expected_m=operands.case.family.m_per_group,
-        )  # fmt: skip
+            operands.a,
+            operands.b,
+            operands.d,
+            operands.grouped_layout,
+            config,
+            use_psum_layout=operands.case.layout == "psum",
+            expected_m=operands.case.family.m_per_group,
+        )
 
 
 if __name__ == "__main__":

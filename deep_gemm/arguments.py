@@ -189,6 +189,7 @@ def make_template(
     if config.is_grouped:  # `PartBox` of the kernel
         largest = 1 << (a_rows - 1).bit_length() - 1
         a_parts = largest, largest // 2, largest // 4
+    sfa_boxes: tuple[int, ...]
     sfa_boxes = config.block_m, -(-(m % config.block_m) // 4) * 4 or config.block_m
     if config.is_grouped:  # groups may begin between multiples of four rows
         sfa_boxes = (config.block_m + 4,)

@@ -293,12 +293,14 @@ def _check_shapes(
 
 
 def _check_scale_shape(
-    name: str, scales: torch.Tensor, expected: tuple[int, int], meaning: str
+    name: str, scales: torch.Tensor, expected: tuple[int, ...], meaning: str
 ) -> None:
     got = tuple(scales.shape)
     if got != expected:
         # never swapped silently: a square scale matrix could not be told apart
-        remedy = f"pass sf{name}.t()" if got == expected[::-1] else f"{_QUANTISER[name]} makes it"
+        remedy = f"{_QUANTISER[name]} makes it"
+        if len(got) == len(expected) and got == (*expected[:-2], expected[-1], expected[-2]):
+            remedy = f"pass sf{name}.mT"
         raise ValueError(f"sf{name} has shape {got}, expected {expected} = {meaning}; {remedy}")
 
 

@@ -24,7 +24,7 @@ import deep_gemm
 from deep_gemm import driver, jit
 from deep_gemm.config import settings
 from deep_gemm.jit import cache, compiler
-from deep_gemm.plan import make_plan
+from deep_gemm.plan import GROUPED_CANDIDATES, make_plan
 from deep_gemm.types import GemmPlan, KernelConfig, Problem
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ app.add_typer(cache_app, name="cache")
 console = Console(highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Groups = Annotated[int, typer.Option(min=0, help="weights of a grouped call; 0: a dense one")]
 NumSms = Annotated[int, typer.Option(min=0, help="SMs to plan for; 0: the GPU's, or 132")]
 
 KERNEL = "fp8_gemm_1d2d"
@@ -77,17 +78,22 @@ def demo(
 
 
 @app.command()
-def show_config(m: int, n: int, k: int, num_sms: NumSms = 0, as_json: Json = False) -> None:
-    """Show which kernel D[m, n] = A[m, k] @ B[n, k].T uses, and how it is launched."""
-    plan = _plan(m, n, k, num_sms)
+def show_config(
+    m: int, n: int, k: int, groups: Groups = 0, num_sms: NumSms = 0, as_json: Json = False
+) -> None:
+    """Show which kernel D[m, n] = A[m, k] @ B[n, k].T uses, and how it is launched.
+
+    With --groups, m is how many rows a group is expected to have.
+    """
+    plan = _plan(m, n, k, num_sms, groups)
     if as_json:
         print(json.dumps(dataclasses.asdict(plan), indent=1))
         return
     kernel = plan.kernel
-    tiles = -(-m // kernel.block_m) * -(-n // kernel.block_n)
+    tiles = (groups or 1) * -(-m // kernel.block_m) * -(-n // kernel.block_n)
     _print_facts(
         {
-            "problem": f"m = {m}, n = {n}, k = {k}",
+            "problem": f"m = {m}, n = {n}, k = {k}" + (f", {groups} groups" if groups else ""),
             "tile": f"{kernel.block_m} x {kernel.block_n}, {kernel.num_consumers} consumers",
             "pipeline": f"{kernel.num_stages} stages of 128 channels",
             "cluster": f"{kernel.cluster_m} x {kernel.cluster_n}",
@@ -129,11 +135,17 @@ def precompile(
     n: int,
     k: int,
     max_m: Annotated[int, typer.Option(min=1, help="the largest m")] = 16384,
+    grouped: Annotated[
+        bool,
+        typer.Option("--grouped", help="the kernels of grouped calls instead"),
+    ] = False,
     num_sms: NumSms = 0,
     as_json: Json = False,
 ) -> None:
     """Compile every kernel that a weight [n, k] needs for any m up to --max-m; needs no GPU."""
     configs = {_plan(m, n, k, num_sms).kernel for m in range(1, max_m + 1)}
+    if grouped:  # which one a call takes depends on what it expects: all of them, then
+        configs = {each.config for each in GROUPED_CANDIDATES}
     missing = [each for each in configs if not jit.is_compiled(KERNEL, each.constants())]
     began = time.perf_counter()
     with ThreadPoolExecutor() as pool:
@@ -185,11 +197,13 @@ def bench(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> No
     importlib.import_module("benchmarks.run").app(arguments or [], prog_name="deep-gemm bench")
 
 
-def _plan(m: int, n: int, k: int, num_sms: int) -> GemmPlan:
+def _plan(m: int, n: int, k: int, num_sms: int, groups: int = 0) -> GemmPlan:
     for name, size, multiple in (("m", m, 1), ("n", n, 8), ("k", k, 16)):
         if size <= 0 or size % multiple:
             raise ValueError(f"{name} is {size}, expected a positive multiple of {multiple}")
     problem = Problem("dense", m, n, k, "cuda:0", k, k, n, (-(-k // 128), 1))
+    if groups:
+        problem = dataclasses.replace(problem, kind="masked", num_groups=groups, expected_m=m)
     return make_plan(problem, num_sms or deep_gemm.get_num_sms())
 
 

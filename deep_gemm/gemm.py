@@ -71,7 +71,7 @@ def fp8_gemm_nt(
         problem = checks.check_dense(a, b, d, c, recipe, recipe_a, recipe_b)
         if _finished_without_launch(problem, a, b, d):
             return
-        template = _prepare(problem, Operands(*a, *b, d), None)
+        template = _prepare(problem, Operands(a[0], a[1], b[0], b[1], d), None)
         if key:
             remember(_templates, key[1], template)
     else:
@@ -144,7 +144,7 @@ def run_dense(a: Pair, b: Pair, d: torch.Tensor, config: KernelConfig) -> None:
     problem = checks.check_dense(a, b, d)
     if not _finished_without_launch(problem, a, b, d):
         sfa = layout.native_sfa(a[1], problem.m, problem.k)
-        template = _prepare(problem, Operands(*a, *b, d), config)
+        template = _prepare(problem, Operands(a[0], a[1], b[0], b[1], d), config)
         template.at(Operands(a[0], sfa, b[0], b[1], d))()
 
 

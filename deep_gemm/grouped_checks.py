@@ -1,7 +1,7 @@
-"""Tensors of a grouped call -> `Problem`: shapes, dtypes, strides, devices; values where asked for.
+"""Tensors of a grouped call -> `Problem`: shapes, dtypes, strides, devices; values if asked for.
 
-As in `checks`, metadata alone is read on a GPU. Values of group ids and sizes are checked where that
-costs nothing, on a CPU, and everywhere with DG_DEBUG_CHECKS=1, which stops the GPU.
+As in `checks`, metadata alone is read on a GPU. Values of group ids and sizes are checked where
+that costs nothing, on a CPU, and everywhere with DG_DEBUG_CHECKS=1, which stops the GPU.
 """
 
 from __future__ import annotations
@@ -96,15 +96,16 @@ def check_masked(
     n = b_data.shape[1]
     if b_data.shape[0] != num_groups:
         raise ValueError(
-            f"b has shape {tuple(b_data.shape)}, expected ({num_groups}, {n}, {k}) = (groups, n, k) "
-            f"for a of shape {tuple(a_data.shape)}; a and b have one matrix for each group"
+            f"b has shape {tuple(b_data.shape)}, expected ({num_groups}, {n}, {k}) = "
+            f"(groups, n, k) for a of shape {tuple(a_data.shape)}; a and b have one matrix for "
+            f"each group"
         )
     _check_weight_shape(b_data, k, f"a of shape {tuple(a_data.shape)}")
     if tuple(d.shape) != (num_groups, m_max, n):
         raise ValueError(
-            f"d has shape {tuple(d.shape)}, expected {(num_groups, m_max, n)} = (groups, m_max, n) "
-            f"for a of shape {tuple(a_data.shape)} and b of shape {tuple(b_data.shape)}; allocate d "
-            f"with it"
+            f"d has shape {tuple(d.shape)}, expected {(num_groups, m_max, n)} = "
+            f"(groups, m_max, n) for a of shape {tuple(a_data.shape)} and b of shape "
+            f"{tuple(b_data.shape)}; allocate d with it"
         )
     k_blocks = -(-k // BLOCK_K)
     _check_scale_shape(
@@ -213,8 +214,8 @@ def _check_packed(name: str, tensor: torch.Tensor) -> None:
     groups, rows, _ = tensor.shape
     if groups > 1 and tensor.numel() and tensor.stride(0) != rows * _row_stride(tensor):
         raise ValueError(
-            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, expected groups "
-            f"that follow each other without a gap, stride(0) = shape[1] * stride(1); "
+            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, expected "
+            f"groups that follow each other without a gap, stride(0) = shape[1] * stride(1); "
             f"{name}.contiguous() has it"
         )
 
@@ -237,8 +238,8 @@ def _default_expected_m(expected_m: Any, m: int, num_groups: int) -> int:
         return -(-m // num_groups)
     if not isinstance(expected_m, int) or isinstance(expected_m, bool):
         raise TypeError(
-            f"expected_m_for_psum_layout is {expected_m!r}, expected an int or None: about how many "
-            f"rows a group has, a hint; ceil(tokens * topk / experts) is a good one"
+            f"expected_m_for_psum_layout is {expected_m!r}, expected an int or None: about how "
+            f"many rows a group has, a hint; ceil(tokens * topk / experts) is a good one"
         )
     return min(max(expected_m, 0), m)
 

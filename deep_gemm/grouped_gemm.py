@@ -266,7 +266,9 @@ def _finished_without_launch(
     if problem.k > 0 and d.device.type != "cpu" and settings.backend != "reference":
         return False
     alignment = settings.mk_alignment
-    reference.gemm_grouped(problem.kind, *a, *b, d, grouped_layout, alignment, zero_padding)
+    reference.gemm_grouped(
+        problem.kind, a[0], a[1], b[0], b[1], d, grouped_layout, alignment, zero_padding
+    )
     return True
 
 
@@ -282,7 +284,7 @@ def _prepare(
     if settings.print_configs:
         print(f"{problem}\n  -> {gemm_plan}")
     kernel = jit.load_kernel("fp8_gemm_1d2d", gemm_plan.kernel.constants())
-    operands = Operands(*a, *b, d, grouped_layout)
+    operands = Operands(a[0], a[1], b[0], b[1], d, grouped_layout)
     return make_template(
         kernel, problem, gemm_plan, operands, device_index, settings.mk_alignment, zero_padding
     )

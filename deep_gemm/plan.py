@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from deep_gemm import grouped_cost
+from deep_gemm.grouped_cost import GROUPED_CANDIDATES as GROUPED_CANDIDATES
 from deep_gemm.types import BLOCK_K, GemmPlan, KernelConfig, LaunchConfig, Problem
 
 SMEM_LIMIT = 232_448  # bytes of shared memory that one CTA can have on Hopper
@@ -80,23 +82,12 @@ CANDIDATES = (
     Candidate(KernelConfig(256, 128, 2, 4, cluster_n=2, slab_n=64, num_d_slabs=1), 0.6869, 0.988),
 )
 
-# Grouped kernels: any of the tiles may end early, where its group does.
-GROUPED_CANDIDATES = tuple(
-    replace(each, config=replace(each.config, is_grouped=True))
-    for each in CANDIDATES[3:]
-    if each.config.block_m <= GROUPED_BLOCK_M
-)
-
 
 def units(problem: Problem, config: KernelConfig) -> int:
-    """How many clusters' worth of tiles D has; the last ones may hang over its edge.
-
-    Of grouped problems: how many there would be if each group had the expected rows.
-    """
+    """How many clusters' worth of tiles D has; the last ones may hang over its edge."""
+    along_m = -(-problem.m // (config.block_m * config.cluster_m))
     along_n = -(-problem.n // (config.block_n * config.cluster_n))
-    if config.is_grouped:
-        return problem.num_groups * -(-max(problem.expected_m, 1) // config.block_m) * along_n
-    return -(-problem.m // (config.block_m * config.cluster_m)) * along_n
+    return along_m * along_n
 
 
 def most_units(problem: Problem, config: KernelConfig) -> int:
@@ -114,12 +105,11 @@ def work_of(problem: Problem, config: KernelConfig, num_sms: int) -> Work:
     """Count what a launch has to do."""
     tiles = units(problem, config)
     k_blocks = -(-problem.k // BLOCK_K)
-    m = problem.expected_m if config.is_grouped else problem.m
-    rows = min(config.block_m, m) / config.cluster_n + config.block_n / config.cluster_m
+    rows = min(config.block_m, problem.m) / config.cluster_n + config.block_n / config.cluster_m
     return Work(
         waves=-(-tiles // (num_sms // config.cluster_size)),
         k_blocks=k_blocks,
-        dram_bytes=problem.num_groups * ((m + problem.n) * problem.k + 2 * m * problem.n),
+        dram_bytes=(problem.m + problem.n) * problem.k + 2 * problem.m * problem.n,
         l2_bytes=tiles * config.cluster_size * rows * k_blocks * BLOCK_K,
     )
 
@@ -153,12 +143,17 @@ def make_plan(
             f"config needs {config.smem_bytes} bytes of shared memory and {config.cluster_size} "
             f"SMs for a cluster, expected at most {SMEM_LIMIT} and {num_sms}: {config}"
         )
-    candidates = CANDIDATES if problem.kind == "dense" else GROUPED_CANDIDATES
-    predictions = {
-        candidate.config: predicted_us(problem, candidate, num_sms)
-        for candidate in candidates
-        if candidate.config.cluster_size <= num_sms
-    }
+    if problem.kind == "dense":
+        predictions = {
+            candidate.config: predicted_us(problem, candidate, num_sms)
+            for candidate in CANDIDATES
+            if candidate.config.cluster_size <= num_sms
+        }
+    else:
+        predictions = {
+            candidate.config: grouped_cost.predicted_us(problem, candidate, num_sms)
+            for candidate in GROUPED_CANDIDATES
+        }
     chosen = config or min(predictions, key=lambda choice: predictions[choice])
     clusters = min(most_units(problem, chosen), num_sms // chosen.cluster_size)
     launch = LaunchConfig(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from deep_gemm.jit_kernels.utils import get_num_sms
 from deep_gemm.legacy import gemm_fp8_fp8_bf16_nt
 from deep_gemm.plan import make_plan
@@ -24,20 +26,34 @@ def get_best_configs(
     is_fp32_out: bool = False,
     is_wgrad: bool = False,
 ) -> tuple[int, int, int, int, tuple[int, bool], tuple[int, int, int]]:
-    """`make_plan` of a dense GEMM of contiguous tensors, in the form of 2025.
+    """`make_plan` of contiguous tensors, in the form of 2025.
 
+    `m` is that of all groups in the contiguous layout, of one group in the masked one.
     Returns (CTAs launched, block_m, block_n, pipeline stages, (CTAs that share a load by multicast,
     whether they share A), (shared memory in bytes, swizzle of D in bytes, padding of block_n)).
-    Raises NotImplementedError for grouped problems and weight gradients.
+    Raises NotImplementedError for weight gradients, ValueError for groups without a layout.
     """
-    if num_groups != 1 or is_grouped_contiguous or is_grouped_masked or is_fp32_out or is_wgrad:
+    if is_fp32_out or is_wgrad:
         raise NotImplementedError(
+            f"get_best_configs got {is_fp32_out=}, {is_wgrad=}; expected a bfloat16 GEMM (both "
+            f"False) in this version"
+        )
+    if (is_grouped_contiguous and is_grouped_masked) or (
+        num_groups > 1 and not (is_grouped_contiguous or is_grouped_masked)
+    ):
+        raise ValueError(
             f"get_best_configs got num_groups={num_groups}, {is_grouped_contiguous=}, "
-            f"{is_grouped_masked=}, {is_fp32_out=}, {is_wgrad=}; expected a dense bfloat16 GEMM "
-            f"(num_groups=1, all flags False) in this version"
+            f"{is_grouped_masked=}; expected one of the two layouts with several groups"
         )
     num_k_blocks = -(-k // BLOCK_K)
-    plan = make_plan(Problem("dense", m, n, k, "cuda:0", k, k, n, (num_k_blocks, 1)), num_sms)
+    problem = Problem("dense", m, n, k, "cuda:0", k, k, n, (num_k_blocks, 1))
+    if is_grouped_contiguous:
+        problem = replace(
+            problem, kind="contiguous", num_groups=num_groups, expected_m=-(-m // num_groups)
+        )
+    elif is_grouped_masked:
+        problem = replace(problem, kind="masked", num_groups=num_groups, expected_m=m)
+    plan = make_plan(problem, num_sms)
     kernel, launch = plan.kernel, plan.launch
     return (
         launch.grid,

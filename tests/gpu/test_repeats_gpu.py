@@ -30,7 +30,7 @@ def bits(d: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def operands():
-    a, b = make_operands(sum(SIZES) + 240, 3 * N, K)
+    a, b = make_operands(sum(SIZES) + 384, 3 * N, K)
     weight = b[0].contiguous().unflatten(0, (3, N)), b[1].contiguous().unflatten(0, (3, N // 128))
     return a, weight
 
