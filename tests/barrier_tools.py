@@ -152,6 +152,7 @@ class Defects:
 
     counts: dict[str, int] = field(default_factory=dict)
     release_early: bool = False
+    release_before_all_lanes: bool = False
     leave_early: bool = False
     release_slot_early: bool = False
     no_want_of_empty_tiles: bool = False
@@ -356,13 +357,22 @@ class Cluster:
                 yield True
                 ring.advance()
             for stage_idx, name in held:
-                if not self.defects.release_early:
-                    yield True  # the tensor core may read until here
+                if self.defects.release_before_all_lanes:  # one lane speaks for its warp
+                    lane = self.lagging_lane(cta, stage_idx, name)
+                    self.agents[self.ctas.index(cta), self.num_agents] = lane
+                    self.num_agents += 1
+                elif not self.defects.release_early:
+                    yield True  # the tensor core, and lanes that read scales, may read until here
                     read(cta, stage_idx, name, parts)
                 yield from self.release(stage_idx)
                 if self.defects.release_early:
                     read(cta, stage_idx, name, parts)
             k_block += count
+
+    def lagging_lane(self, cta: Cta, stage_idx: int, name: tuple[int, int]) -> Role:
+        yield True
+        read(cta, stage_idx, name, ["sfb"])
+        self.at_end += 1
 
     def skip(self, ring: Ring, count: int) -> Role:
         for _ in range(count):
@@ -385,7 +395,7 @@ class Cluster:
         waiting: set[tuple[int, int]] = set()
         while self.agents:
             ready: list[Any] = [name for name in self.agents if name not in waiting]
-            weights = [speeds[name] for name in ready]
+            weights = [speeds.get(name, 1) for name in ready]
             if self.copies:
                 ready.append(None)
                 weights.append(copy_speed)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 from dense_tools import break_kernels
-from grouped_tools import GROUPED_CONFIGS, POISON, GroupedCase, make_case, with_config
+from grouped_tools import POISON, GroupedCase, make_case, with_config
 
 import deep_gemm
+from deep_gemm.plan import make_config
 from deep_gemm.types import KernelConfig
 
 
@@ -45,10 +46,9 @@ class GroupedDefect(NamedTuple):
             with_config(self.config)(case, d, ensure_zero_padding)
 
 
-_SMALL, _PLAIN, _TALL, _CLUSTER = (
-    next(c for c in GROUPED_CONFIGS if (c.block_m, c.block_n, c.cluster_n) == key)
-    for key in ((64, 64, 1), (128, 128, 1), (192, 128, 1), (192, 128, 2))
-)
+_SMALL = make_config(64, 64, 1, num_partials=4, is_grouped=True)
+_PLAIN = make_config(128, 128, 2, num_stages=5, is_grouped=True)
+_CLUSTER = make_config(192, 128, 3, cluster_n=2, is_grouped=True)
 _PRODUCER, _CONSUMER, _SCHEDULER = "producer.cuh", "consumer.cuh", "grouped_scheduler.cuh"
 
 

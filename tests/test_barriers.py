@@ -27,6 +27,7 @@ from dense_tools import CONFIGS, config_id
 from grouped_tools import GROUPED_CONFIGS
 
 from deep_gemm.jit.codegen import KERNELS
+from deep_gemm.plan import make_config
 from deep_gemm.types import KernelConfig
 
 SEEDS = range(12)
@@ -47,18 +48,13 @@ def simulate(
         Cluster(config, [Tile(k_blocks)], seed, defect, -1).run()
 
 
-def pick(all_configs: list[KernelConfig], *keys: tuple[int, ...]) -> list[KernelConfig]:
-    """Configs by (block_m, block_n, cluster_m, cluster_n, num_stages)."""
-    by_key = {
-        (c.block_m, c.block_n, c.cluster_m, c.cluster_n, c.num_stages): c for c in all_configs
-    }
-    return [by_key[key] for key in keys]
-
-
 # Small pipelines, since defects show soonest there; a group of k-blocks; both kinds of cluster.
-FEW = pick(
-    CONFIGS, (64, 128, 1, 1, 2), (128, 128, 1, 1, 5), (192, 128, 2, 1, 4), (192, 128, 1, 2, 4)
-)
+FEW = [
+    make_config(64, 128, 1, num_stages=2, num_partials=2),
+    make_config(128, 128, 2, num_stages=5),
+    make_config(192, 128, 3, cluster_m=2),
+    make_config(192, 128, 3, cluster_n=2),
+]
 few = pytest.mark.parametrize("config", FEW, ids=config_id)
 clusters = pytest.mark.parametrize("config", FEW[2:], ids=config_id)
 
@@ -88,7 +84,10 @@ def test_the_kernel_arrives_as_often_as_the_simulation() -> None:
     assert "if (lane_idx == step) {" in producer, "one lane of the scale warp"
     assert "if (lane_idx == 0) mbarrier_arrive(empty);" in consumer
     assert "if (lane_idx < CLUSTER) mbarrier_arrive_cluster(empty, lane_idx);" in consumer
-    assert len(re.findall(r"\brelease\(stage", consumer)) == 3, "two ways to accumulate, and skip"
+    releases = re.findall(r"\brelease\((\w+)", consumer)
+    assert sorted(releases) == ["acquire", "const", "stage", "stage"], "to skip, two ways to sum"
+    body = re.search(r"void release\(const Stage& stage\) const \{(.*?)mbarrier_arrive", consumer)
+    assert body and body[1].startswith(" __syncwarp();"), "one lane speaks for its warp"
     for name in ("fp8_gemm_1d2d.cuh", "epilogue.cuh", "scheduler.cuh", "grouped_scheduler.cuh"):
         assert "mbarrier_" not in source(name)
 
@@ -115,6 +114,12 @@ def test_a_wrong_count_is_noticed(config: KernelConfig, full: int, empty: int) -
 def test_a_release_before_the_last_read_is_noticed(config: KernelConfig) -> None:
     with pytest.raises(ProtocolError, match="refilled before it was empty"):
         simulate(config, seeds=MANY_SEEDS, release_early=True)
+
+
+@few
+def test_a_release_before_all_lanes_have_read_is_noticed(config: KernelConfig) -> None:
+    with pytest.raises(ProtocolError, match="refilled before it was empty"):
+        simulate(config, seeds=MANY_SEEDS, release_before_all_lanes=True)
 
 
 @clusters
@@ -171,11 +176,13 @@ def simulate_grouped(
             Cluster(config, of_launch, seed, defects or Defects(), tiles_ahead(count)).run()
 
 
-GROUPED = pick(
-    GROUPED_CONFIGS,
-    (64, 64, 1, 1, 12), (64, 128, 1, 2, 2), (128, 128, 1, 1, 5), (192, 128, 1, 1, 2),
-    (192, 128, 1, 2, 4),
-)  # fmt: skip
+GROUPED = [
+    make_config(64, 64, 1, num_partials=4, is_grouped=True),
+    make_config(64, 128, 1, cluster_n=2, num_stages=2, num_partials=2, is_grouped=True),
+    make_config(128, 128, 2, is_grouped=True),
+    make_config(192, 128, 3, num_stages=2, is_grouped=True),
+    make_config(192, 128, 3, cluster_n=2, is_grouped=True),
+]
 grouped = pytest.mark.parametrize("config", GROUPED, ids=config_id)
 grouped_clusters = pytest.mark.parametrize("config", [GROUPED[1], GROUPED[4]], ids=config_id)
 
@@ -210,8 +217,7 @@ def test_the_queue_is_used_as_in_the_simulation() -> None:
     ):
         assert line in producer, "the TMA warp wants a tile, once for each that it gets"
     assert producer.count("want_next") == 2
-    skip = "const Stage stage = acquire(); __syncwarp(); release(stage);"
-    assert skip in source("consumer.cuh")
+    assert "for (; count > 0; --count) release(acquire());" in source("consumer.cuh")
     warps = re.findall(r"if \(warp_idx == (\d)\) (\w+)<Config>", source("fp8_gemm_1d2d.cuh"))
     roles = [("0", "load_tiles"), ("1", "load_weight_scales"), ("2", "schedule_tiles")]
     assert warps == roles, "two of them are readers beside the consumers"

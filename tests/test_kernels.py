@@ -21,12 +21,13 @@ pytest_plugins = ["jit_fixtures"]
 KERNEL = "fp8_gemm_1d2d"
 SLOWEST = [  # to compile, and its limit in seconds of a busy core; an idle one takes a third
     (CANDIDATES[4].config, 1.5),
-    (GROUPED_CANDIDATES[3].config, 2.5),
+    (make_config(128, 96, 2, num_partials=2, is_grouped=True), 2.5),
 ]
 REGISTERS_OF_A_THREAD = {2: 255, 3: 168, 4: 128}  # by warpgroups: 64K registers for all threads
 # One of each number of warpgroups, with and without a cluster, with one weight scale and with two.
 FEW = [CANDIDATES[i].config for i in (0, 6, 10, 13)]
-FEW += [GROUPED_CANDIDATES[i].config for i in (0, 3, 8, 9)]
+FEW += [candidate.config for candidate in GROUPED_CANDIDATES]
+FEW.append(make_config(192, 128, 3, cluster_n=2, is_grouped=True))
 
 
 def kernel_id(config):
