@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import deep_gemm.grouped_cost
 import deep_gemm.plan
-from deep_gemm.plan import CANDIDATES, SMEM_LIMIT, make_config, make_plan, predicted_us, units
+from deep_gemm.plan import (
+    CANDIDATES,
+    GROUPED_CANDIDATES,
+    SMEM_LIMIT,
+    make_config,
+    make_plan,
+    predicted_us,
+    units,
+)
 from deep_gemm.types import KernelConfig, Problem
 
 HOPPER_SMS = [132, 114, 78]  # H100 SXM, H200, H800; H100 PCIe; H20
@@ -159,16 +168,105 @@ def test_constants_are_the_fields_in_upper_case():
 
 
 def test_planning_needs_neither_torch_nor_cuda():
-    tree = ast.parse(Path(deep_gemm.plan.__file__).read_text())
-    imported = {
-        name
-        for node in ast.walk(tree)
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert imported == {"__future__", "functools", "dataclasses", "typing", "deep_gemm.types"}
+    allowed = {"__future__", "functools", "dataclasses", "typing", "collections", "deep_gemm.types"}
+    for module in (deep_gemm.plan, deep_gemm.grouped_cost):
+        tree = ast.parse(Path(module.__file__).read_text())
+        imported = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module == "deep_gemm":
+                imported |= {f"deep_gemm.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module)
+        assert imported <= allowed | {"deep_gemm.grouped_cost"}, module
+
+
+# Grouped kernels
+
+
+def grouped(kind, m, n, k, num_groups, expected_m):
+    strides = k, k, n, (-(-k // 128), 1)
+    return Problem(kind, m, n, k, "cuda:0", *strides, num_groups, expected_m)
+
+
+@pytest.mark.parametrize(
+    "m, n, k, num_groups, expected_m, block_m",
+    [
+        (4096, 7168, 2048, 32, 8, 64),  # decoding: weights are what takes time
+        (4096, 4096, 7168, 32, 64, 128),  # as expected: often more than 64
+        (32768, 4096, 7168, 4, 8192, 192),  # prefill
+        (32768, 7168, 2048, 8, 4096, 192),
+    ],
+)
+def test_known_grouped_plans(m, n, k, num_groups, expected_m, block_m):
+    kind = "masked" if expected_m <= 64 else "psum"
+    plan = make_plan(grouped(kind, m, n, k, num_groups, expected_m), 132)
+    assert plan.kernel.block_m == block_m and plan.launch.grid == 132
+    assert plan.is_b_read_once == (expected_m <= block_m)
+
+
+@given(
+    kind=st.sampled_from(["contiguous", "psum", "masked"]),
+    m=st.integers(1, 1 << 18),
+    n=st.integers(1, 1 << 12).map(lambda x: 8 * x),
+    k=st.integers(1, 1 << 10).map(lambda x: 16 * x),
+    num_groups=st.integers(1, 512),
+    expected_m=st.integers(0, 1 << 14),
+    num_sms=st.integers(1, 132) | st.sampled_from(HOPPER_SMS),
+    pdl=st.booleans(),
+)
+def test_every_grouped_plan_fits(kind, m, n, k, num_groups, expected_m, num_sms, pdl):
+    problem = grouped(kind, m, n, k, num_groups, expected_m)
+    plan = make_plan(problem, num_sms, pdl)
+    config, launch = plan.kernel, plan.launch
+    assert config in [candidate.config for candidate in GROUPED_CANDIDATES]
+    assert 0 < launch.grid <= num_sms and launch.grid % config.cluster_size == 0
+    assert launch.smem_bytes == config.smem_bytes <= SMEM_LIMIT
+    assert launch.cluster == config.cluster_size and launch.pdl is pdl
+    assert plan.raster_m >= 1 and plan.predicted_us > 0
+    # A CTA for each tile that there may be: how many there are is known on the device only.
+    along_n = -(-n // (config.block_n * config.cluster_n))
+    blocks = -(-m // config.block_m) * (num_groups if kind == "masked" else 1)
+    assert launch.grid >= min(num_sms // config.cluster_size, blocks * along_n)
+
+
+def test_a_grid_for_the_most_tiles_that_groups_can_make_of_the_rows():
+    """Five rows of five groups are five tiles, of one group one."""
+    config = make_config(64, 128, 1, is_grouped=True)
+    for kind, m, num_groups, most in (
+        ("psum", 5, 8, 6),
+        ("contiguous", 640, 3, 13),
+        ("masked", 65, 3, 6),
+        ("masked", 1, 200, 132),
+    ):
+        plan = make_plan(grouped(kind, m, 128, 256, num_groups, 1), 132, config=config)
+        assert plan.launch.grid == most, kind
+
+
+def test_the_hint_changes_nothing_but_the_choice():
+    config = make_config(128, 128, 2, is_grouped=True)
+    plans = [
+        make_plan(grouped("masked", 512, 2048, 256, 8, expected_m), 132, config=config)
+        for expected_m in (0, 1, 512)
+    ]
+    assert len({plan.launch for plan in plans}) == 1
+    assert [plan.is_b_read_once for plan in plans] == [True, True, False]
+
+
+def test_grouped_candidates_differ_fit_and_cost_something():
+    configs = [candidate.config for candidate in GROUPED_CANDIDATES]
+    assert len(set(configs)) == len(configs)
+    for candidate in GROUPED_CANDIDATES:
+        config = candidate.config
+        assert config.is_grouped and config.cluster_m == 1
+        assert config.block_m + 4 <= 256, "scales of four rows more fit into a box"
+        assert config.smem_bytes <= SMEM_LIMIT
+        assert candidate.k_block_us > 0 and candidate.tile_us > 0
+
+
+def test_smem_bytes_of_a_grouped_kernel():
+    """Scales of four rows more, a multiple of 128 bytes; the queue takes one KiB."""
+    config = KernelConfig(128, 128, 2, 5, slab_n=64, num_d_slabs=2, is_grouped=True)
+    stages = 5 * (256 * 128 + 160 * 4 + 2 * 4 + 2 * 8)
+    assert config.smem_bytes == 1024 + -(-(stages + 8 * 2 * 16 * 64 * 2) // 1024) * 1024
