@@ -300,7 +300,7 @@ def _check_scale_shape(
         # never swapped silently: a square scale matrix could not be told apart
         remedy = f"{_QUANTISER[name]} makes it"
         if len(got) == len(expected) and got == (*expected[:-2], expected[-1], expected[-2]):
-            remedy = f"pass sf{name}.mT"
+            remedy = f"pass sf{name}.{'t()' if len(got) == 2 else 'mT'}"
         raise ValueError(f"sf{name} has shape {got}, expected {expected} = {meaning}; {remedy}")
 
 

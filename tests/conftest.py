@@ -37,7 +37,7 @@ def _why_no_hopper() -> str | None:
 
 @pytest.fixture(autouse=True)
 def settings_that_do_not_leak() -> Iterator[None]:
-    saved = {name: value for name, value in vars(settings).items() if name != "epoch"}
+    saved = {name: value for name, value in vars(settings).items() if name != "launch_state"}
     yield
     for name, value in saved.items():
         if getattr(settings, name) != value:

@@ -320,7 +320,10 @@ def test_get_best_configs_has_the_form_of_2025() -> None:
     assert 0 < grid <= 132 and block_m % 64 == 0 and block_n % 8 == 0 and stages >= 2
     assert multicast[0] in (1, 2) and isinstance(multicast[1], bool)
     assert 0 < smem[0] <= 232448
-    with pytest.raises(NotImplementedError, match="num_groups=4"):
+    for layout in ({"is_grouped_contiguous": True}, {"is_grouped_masked": True}):
+        grid, block_m, *_, smem = get_best_configs(512, 7168, 2048, 4, 132, **layout)
+        assert grid == 132 and block_m % 64 == 0 and 0 < smem[0] <= 232448
+    with pytest.raises(ValueError, match="num_groups=4.*expected one of the two layouts"):
         get_best_configs(4096, 7168, 2048, 4, 132)
     with pytest.raises(NotImplementedError, match="is_wgrad=True"):
         get_best_configs(4096, 7168, 2048, 1, 132, is_wgrad=True)
