@@ -10,6 +10,9 @@
 // warps of the producer warpgroup keep a ring of shared-memory stages filled; one to three consumer
 // warpgroups run the tensor cores, each on its own 64-row waves of the tile. They meet only at the
 // barriers of shared_storage.cuh, so loads run ahead across tiles, and hide behind the epilogue.
+//
+// In a grouped kernel (IS_GROUPED) rows of A belong to groups with a B of their own. There a third
+// warp of the producer finds the tiles and hands them to the other roles; all else is the same.
 #pragma once
 
 #include "arguments.cuh"

@@ -10,20 +10,20 @@
 //   queue.empty[slot] each warp of every other role:    NUM_CONSUMER_WARPS + 2 arrivals       scheduler warp
 //                     1 arrive
 //   queue.wanted[slot] TMA warp: 1 arrive               that arrival                          scheduler warp
-// The queue is that of grouped kernels only. A stage, or slot, is full in phase p (0, 1, 0, ...) and empty again in phase p; the producers start with the
-// opposite parity, so that their first wait on each stage returns at once.
+// The queue is that of grouped kernels only. A stage, or slot, is full in phase p (0, 1, 0, ...) and
+// empty again in phase p; who fills it starts with the opposite parity, so that the first wait on
+// each returns at once.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "scheduler.cuh"
 
-constexpr int BLOCK_K = 128;    // channels per stage, and per scale
-constexpr int WARPGROUP = 128;  // threads that issue one wgmma together
-constexpr int WGMMA_M = 64;     // rows of one wgmma
-constexpr int WGMMA_K = 32;     // channels of one FP8 wgmma
-constexpr int WARP_M = 16;      // rows of D that one warp of a warpgroup holds
-
+constexpr int BLOCK_K = 128;       // channels per stage, and per scale
+constexpr int WARPGROUP = 128;     // threads that issue one wgmma together
+constexpr int WGMMA_M = 64;        // rows of one wgmma
+constexpr int WGMMA_K = 32;        // channels of one FP8 wgmma
+constexpr int WARP_M = 16;         // rows of D that one warp of a warpgroup holds
 constexpr int NUM_TILE_SLOTS = 8;  // of the queue of a grouped kernel
 
 // A tile on its way from the scheduler warp to the other roles, with a bit for each of its rows.
@@ -62,8 +62,7 @@ struct SharedStorage : TileQueue<Config> {
     // TMA loads scales of A from multiples of four rows on; a group may begin between them.
     static constexpr int SFA_ROWS = Config::BLOCK_M + (Config::IS_GROUPED ? 4 : 0);
     static_assert(SFA_ROWS <= 256, "TMA's boxes are no longer");
-    static constexpr int SFA_STRIDE =
-        (SFA_ROWS + 31) / 32 * 32;  // 128 bytes are what TMA writes to
+    static constexpr int SFA_STRIDE = (SFA_ROWS + 31) / 32 * 32;  // TMA writes to 128-byte lines
     // A weight scale covers 128 columns; a tile that may cross a multiple of 128 needs two.
     static constexpr int NUM_SFB = 128 % Config::BLOCK_N == 0 ? 1 : 2;
 
