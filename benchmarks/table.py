@@ -5,6 +5,7 @@ python -m benchmarks.table
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from benchmarks.cases import Case, peer_row
@@ -18,6 +19,7 @@ GROUP_ROWS = (4096, 64, 0)  # classes of grouped rows: at least as many rows per
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     readme = ROOT / "README.md"
     readme.write_text(rewrite(readme.read_text(), render(RESULTS)))
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import deep_gemm
@@ -49,13 +50,16 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, NotImplementedError, ImportError, driver.DriverError) as error:
-        Console(stderr=True, highlight=False).print(f"[red]{type(error).__name__}:[/red] {error}")
+        text = f"[red]{type(error).__name__}:[/red] {escape(str(error))}"
+        Console(stderr=True, highlight=False).print(text)
         sys.exit(1)
 
 
 @app.command()
 def demo(
-    weights: Annotated[Path | None, typer.Option(help="a file that --export has written")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(exists=True, help="a file that --export has written")
+    ] = None,
     export: Annotated[
         Path | None, typer.Option(help="write the model in bf16 for another machine, and stop")
     ] = None,
@@ -66,7 +70,7 @@ def demo(
 
     if export is not None:
         demonstration.export(export)
-        console.print(f"wrote {export}")
+        console.print(f"wrote {escape(str(export))}")
         return
     result = demonstration.run(weights)
     if as_json:
@@ -119,11 +123,14 @@ def collect_env(as_json: Json = False) -> None:
         "driver": _or_error(_driver_version),
         "compiler": _or_error(compiler.compiler_version),
         "nvcc on PATH": shutil.which("nvcc") or "none",
-        "backend": settings.backend,
+        "backend": _or_error(lambda: settings.backend),
         "cache": str(cache.places().write or "memory only"),
     }
     facts |= {name: _version(name) for name in PACKAGES}
-    facts |= {name: value for name, value in settings.variables().items() if value != ""}
+    try:
+        facts |= {name: value for name, value in settings.variables().items() if value != ""}
+    except ValueError as error:  # a variable with a value that its setting does not have
+        facts["settings"] = f"none: {error}"
     if as_json:
         print(json.dumps(facts, indent=1, default=str))
     else:
@@ -170,7 +177,7 @@ def cache_list(as_json: Json = False) -> None:
         return
     for entry in entries:
         console.print(f"{entry['bytes']:>8}  {entry['entry']}")
-    console.print(f"{len(entries)} kernels in {_cache_directory() or 'memory only'}")
+    console.print(f"{len(entries)} kernels in {escape(str(_cache_directory() or 'memory only'))}")
 
 
 @cache_app.command("clear")
@@ -179,7 +186,9 @@ def cache_clear() -> None:
     paths = _cached()
     for path in paths:
         path.unlink(missing_ok=True)
-    console.print(f"deleted {len(paths)} files from {_cache_directory() or 'no directory'}")
+    kernels = sum(path.suffix == ".cubin" for path in paths)
+    where = escape(str(_cache_directory() or "no directory"))
+    console.print(f"deleted {kernels} kernels ({len(paths)} files) from {where}")
 
 
 @app.command(
@@ -199,8 +208,10 @@ def bench(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> No
 
 def _plan(m: int, n: int, k: int, num_sms: int, groups: int = 0) -> GemmPlan:
     for name, size, multiple in (("m", m, 1), ("n", n, 8), ("k", k, 16)):
-        if size <= 0 or size % multiple:
-            raise ValueError(f"{name} is {size}, expected a positive multiple of {multiple}")
+        if not 0 < size < 2**31 or size % multiple:
+            raise ValueError(
+                f"{name} is {size}, expected a positive multiple of {multiple} below 2**31"
+            )
     problem = Problem("dense", m, n, k, "cuda:0", k, k, n, (-(-k // 128), 1))
     if groups:
         problem = dataclasses.replace(problem, kind="masked", num_groups=groups, expected_m=m)
@@ -225,7 +236,7 @@ def _cached() -> list[Path]:
 def _print_facts(facts: dict[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
-        table.add_row(f"[bold]{name}[/bold]", str(value))
+        table.add_row(f"[bold]{name}[/bold]", escape(str(value)))
     console.print(table)
 
 
@@ -285,5 +296,5 @@ def _version(package: str) -> str:
 def _or_error(read: Any) -> str:
     try:
         return str(read())
-    except (RuntimeError, ImportError) as error:
+    except (RuntimeError, ImportError, ValueError) as error:
         return f"none: {error}"

@@ -52,6 +52,8 @@ def get_tc_util() -> int:
 
 def set_pdl(enable: bool) -> None:
     """Use programmatic dependent launch: a kernel's start overlaps its predecessor's end."""
+    if enable not in (True, False):
+        raise TypeError(f"enable is {enable!r}, expected True or False")
     settings.pdl = bool(enable)
 
 

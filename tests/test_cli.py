@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import deep_gemm
-from deep_gemm import cli
+from deep_gemm import cli, plan
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,28 @@ def test_collect_env_tells_versions_and_settings(monkeypatch, cache_directory):
     assert "torch" in invoke("collect-env")
 
 
+def test_collect_env_reports_a_setting_that_is_wrong(monkeypatch):
+    monkeypatch.setenv("DG_BACKEND", "foo")
+    facts = json.loads(invoke("collect-env", "--json"))
+    assert "foo" in facts["backend"] and "foo" in facts["settings"] and facts["torch"]
+
+
+def test_paths_are_printed_as_they_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "[bold]"))
+    assert "[bold]" in invoke("cache", "list").replace("\n", "")
+
+
+def test_show_config_of_groups():
+    shown = json.loads(invoke("show-config", "8", "4096", "7168", "--groups", "32", "--json"))
+    assert shown["kernel"]["is_grouped"] and shown["kernel"]["block_m"] == 64
+    assert "32 groups" in invoke("show-config", "8", "4096", "7168", "--groups", "32")
+
+
+def test_precompile_of_grouped_kernels():
+    result = json.loads(invoke("precompile", "576", "512", "--grouped", "--json"))
+    assert result["kernels"] == len(plan.GROUPED_CANDIDATES)
+
+
 def test_precompile_fills_the_cache_and_clear_empties_it(cache_directory):
     options = ("precompile", "576", "512", "--max-m", "64", "--json")
     first = json.loads(invoke(*options))
@@ -66,7 +88,7 @@ def test_precompile_fills_the_cache_and_clear_empties_it(cache_directory):
     assert entries[0]["entry"] in invoke("cache", "list")
 
     (cache_directory / "notes.txt").write_text("not an entry")
-    invoke("cache", "clear")
+    assert f"deleted {first['kernels']} kernels" in invoke("cache", "clear")
     assert [path.name for path in cache_directory.iterdir()] == ["notes.txt"]
     assert json.loads(invoke("cache", "list", "--json")) == []
 

@@ -137,6 +137,8 @@ def test_calc_diff() -> None:
     assert testing.calc_diff(torch.zeros(3), torch.zeros(3)) == 0
     assert testing.calc_diff(x, x) == 0
     assert testing.calc_diff(x, -x) == 2
+    with pytest.raises(ValueError, match="y has shape"):
+        testing.calc_diff(x, x[:1])
     assert testing.calc_diff(x, 2 * x) == pytest.approx(0.2)
 
 

@@ -11,7 +11,6 @@ from deep_gemm.types import BLOCK_K, Problem
 
 __all__ = ["gemm_fp8_fp8_bf16_nt", "get_best_configs", "get_num_sms"]
 
-_SWIZZLE_BYTES = 128
 _BLOCK_N_PADDING = 0
 
 
@@ -61,5 +60,5 @@ def get_best_configs(
         kernel.block_n,
         kernel.num_stages,
         (kernel.cluster_size, kernel.cluster_n > 1),
-        (launch.smem_bytes, _SWIZZLE_BYTES, _BLOCK_N_PADDING),
+        (launch.smem_bytes, kernel.slab_n * 2, _BLOCK_N_PADDING),
     )

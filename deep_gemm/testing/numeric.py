@@ -10,8 +10,11 @@ import torch
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
     """1 - 2 * sum(x * y) / sum(x**2 + y**2) in float64: 0 when equal or both zero, NaN with NaN.
 
-    Computed as sum((x - y)**2) / sum(x**2 + y**2), the same number without its cancellation.
+    Computed as sum((x - y)**2) / sum(x**2 + y**2), the same number without its cancellation. Raises
+    ValueError for tensors of different shapes: broadcast, they would compare something else.
     """
+    if x.shape != y.shape:
+        raise ValueError(f"y has shape {tuple(y.shape)}, expected {tuple(x.shape)}, that of x")
     x, y = x.double(), y.double()
     total = (x * x + y * y).sum()
     return float((x - y).square().sum() / total) if total != 0 else 0.0
